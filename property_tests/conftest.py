@@ -12,7 +12,10 @@ import tests.compiling  # noqa: F401
 install_import_hook("statemesh", "tests.annotations.checked")
 
 from statemesh.testing import load_profile, set_devices  # noqa: E402
+from statemesh.testing._locate import _locate  # noqa: E402
 
 
 set_devices(8)
 load_profile()
+# A report tells users of a failure of `locate`. Here it fails the test.
+_locate.RAISE_FAILURES = True

@@ -6,6 +6,8 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -13,13 +15,24 @@ from jax.sharding import AbstractMesh
 
 import statemesh as sm
 from statemesh.testing import arrays, locate
+from statemesh.testing._program._stacked import Scope
+from statemesh.testing._program._trace import trace
+from tests.testing.by_numpy import compare_by_numpy
 
 from .deep import Tally, check, drawn
 from .planted.case import Case
 from .planted.delicate import DELICATE
 from .planted.lines import named, right_lines
 from .planted.measure import Task, tasks
-from .planted.mistakes import FOLDER, MODELS, Mistake, mistakes, one_of_each, right_case
+from .planted.mistakes import (
+    FOLDER,
+    MODELS,
+    Mistake,
+    dtypes_of,
+    mistakes,
+    one_of_each,
+    right_case,
+)
 from .planted.models_rows import ROWS, WIDTH
 from .programs import FLOAT
 
@@ -42,6 +55,7 @@ UNNAMED = {
     "features-rows-of-a-weak-type",
     "fsdp-clipped-by-the-own-norm",
     "scaling-averaged-before-unscaling",
+    "scaling-finite-on-this-shard",
 }
 
 
@@ -113,6 +127,19 @@ def test_the_line_of_each_kind_is_named(mistake: Mistake) -> None:
 def test_in_right_models_no_line_is_named(model: str) -> None:
     case = right_case(model, "int32" if model == "counts" else "float32")
     assert locate(mapped(case), *case.args) is None
+
+
+@pytest.mark.parametrize(
+    "model",
+    [model if model in CHEAP else pytest.param(model, marks=pytest.mark.slow) for model in MODELS],
+)
+def test_numpy_computes_what_the_replay_computes(model: str) -> None:
+    case = right_case(model, dtypes_of(model)[0])
+    leaves, treedef = jax.tree.flatten((case.args, {}))
+    arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    closed = trace(mapped(case), treedef, arrays).closed
+    given = [x for x in arrays if isinstance(x, jax.Array)]
+    assert len(compare_by_numpy(closed, given, Scope(), wide=True)) > 10
 
 
 # What `locate` alone does not see: values that the check changes, narrow dtypes, another form, promises.

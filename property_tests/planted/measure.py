@@ -126,9 +126,9 @@ def run(task: Task) -> Outcome:
 @contextlib.contextmanager
 def timed(outcome: Outcome) -> Iterator[None]:
     """Takes the time of what looks for the line after a check has failed."""
-    from statemesh.testing._check import _check, _place
+    from statemesh.testing._check import _check
 
-    find = _place.located_in
+    find = _check.located_in
 
     def located_in(*args: Any, **kwargs: Any) -> list[str]:
         start = time.process_time()

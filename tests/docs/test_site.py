@@ -23,8 +23,12 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 # Modules whose functions make errors, and the calls of theirs whose argument here begins a message.
 ERRORS = [
     *(p for p in (ROOT / "statemesh").rglob("*.py") if "testing" not in p.parts),
-    ROOT / "statemesh" / "checkpoint" / "_errors.py",
-    ROOT / "statemesh" / "testing" / "_errors.py",
+    # Reports of failed checks and of budgets have pages of their own.
+    *(
+        p
+        for p in (ROOT / "statemesh" / "testing").rglob("*.py")
+        if p.name != "_report.py" and "budget" not in p.name
+    ),
 ]
 MAKERS = {"error_listing": 1, "listed": 0, "kind": 0}
 

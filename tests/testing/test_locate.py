@@ -15,7 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import Located, assert_equivalent, locate
+from statemesh.testing._locate import _compare, _locate
+from statemesh.testing._locate._locate import located_or_why
+from statemesh.testing._program._stacked import Scope
 from tests.helpers import make_mesh, slow
+
+from .by_numpy import compare_by_numpy
 
 
 HERE = pathlib.Path(__file__)
@@ -69,6 +74,31 @@ def test_the_report_and_its_fields() -> None:
 
 def test_where_nothing_is_wrong() -> None:
     assert locate(on_mesh(lambda x: x - lax.pmean(x.mean(0), "data")), X) is None
+
+
+def test_a_failure_of_locate_is_told_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def places(comparison: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(_locate, "places", places)
+    specs: Any = {"in_specs": ROWS, "out_specs": ROWS}
+    with pytest.raises(KeyError, match="a bug"):
+        assert_equivalent(centred, (X,), meshes=[{"data": 4}], **specs)
+    # What our tests raise, users read.
+    monkeypatch.setattr(_locate, "RAISE_FAILURES", False)
+    told = "  No line is named, because locate failed: KeyError: 'a bug'\n  - centred"
+    with pytest.raises(AssertionError, match=re.escape(told)):
+        assert_equivalent(centred, (X,), meshes=[{"data": 4}], **specs)
+
+
+def test_results_are_located_where_there_is_no_derivative() -> None:
+    def lowest(x: Any) -> Any:
+        return lax.pmin(x, "data")
+
+    mapped = on_mesh(lowest, in_specs=P(), out_specs=P())
+    assert located_or_why(mapped, mapped.unsharded, (X,), gradient=False) is None
+    with pytest.raises(NotImplementedError, match="pmin"):
+        located_or_why(mapped, mapped.unsharded, (X,))
 
 
 def test_on_devices_and_arguments_that_lie_there() -> None:
@@ -247,6 +277,38 @@ def test_what_numbers_should_be(number: int) -> None:
         np.testing.assert_allclose(float(place.got.split()[0]), 4 * want, rtol=1e-5)
 
 
+FLOATS = np.array(
+    [[0, -0.0, 1, -1], [np.nan, np.inf, -np.inf, 2.5], [-2.5, 6e4, -7, 3]], np.float32
+)
+INTEGERS = np.array([[0, 1, -1, 5], [-7, 2**31 - 1, -(2**31), 3], [8, -8, 2, 100]], np.int32)
+EDGES: list[Callable[[Any, Any], Any]] = [
+    lambda x, y: (x + y, x * y, jnp.maximum(x, y), x == y, x >= y, lax.clamp(y, x, y + 1)),
+    lambda x, y: (x / y, jnp.sign(x), x**-2, x**0, jnp.log1p(x), jax.nn.sigmoid(x), lax.rsqrt(x)),
+    lambda x, y: (~x, x & y, x | y, x ^ y, lax.reduce_and(x, (0,)), lax.reduce_or(x, (1,))),
+    lambda x, y: (x.sum(0), x.max(1), x.min(), lax.cumsum(x, 1, reverse=True), x.argmax(1)),
+    lambda x, y: (x.any(0), (~(x > y)).all(1), jnp.where(~(x > y), x, y), x[:0].sum(0)),
+    lambda x, y: tuple(map(x.astype, (jnp.float32, bool, jnp.int8, jnp.uint8, jnp.float16))),
+    lambda x, y: (x @ y.T, jnp.dot(x, y.T, preferred_element_type=jnp.float32)),
+    lambda x, y: (lax.dynamic_slice(x, (1, 9), (2, 2)), lax.dynamic_slice(x, (-9, 0), (2, 2))),
+    lambda x, y: (lax.dynamic_update_slice(x, y[:2, :2], (2, 3)), jnp.concatenate([x[:0], y])),
+]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_numpy_computes_what_the_replay_computes(wide: bool) -> None:
+    """Also with what is no usual number; the nodes of the planted models are compared in their own test."""
+    arrays = FLOATS, INTEGERS, INTEGERS.astype(np.uint8), FLOATS.astype(np.float16), FLOATS > 0
+    compared = set()
+    for fun in EDGES:
+        for x in arrays:
+            try:
+                closed = jax.make_jaxpr(fun)(x, x[::-1])
+            except TypeError:  # There is no such operation on this dtype.
+                continue
+            compared |= compare_by_numpy(closed, (x, x[::-1]), Scope(), wide)
+    assert {"not", "reduce_and", "argmax", "sign", "integer_pow", "dynamic_slice"} <= compared
+
+
 every: Any = lambda x: lax.all_gather(x, "data", tiled=True)
 COLLECTIVES: list[Callable[[Any], Any]] = [
     every,
@@ -263,6 +325,24 @@ def test_numbers_that_shards_exchange(exchange: Any) -> None:
 
     assert locate(on_mesh(exchange, out_specs=P()), X) is None
     assert located(scaled, out_specs=P()).places[0].line == line_with("scaled")
+
+
+def test_complex_numbers_are_shown() -> None:
+    def turned(x: Any) -> Any:
+        return (1 + x * 1j) * lax.axis_size("data")  # turned
+
+    place = located(turned).places[0]
+    assert place.line == line_with("turned")
+    assert re.match(r"\(4[+-].*j\) on data=", place.got)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 500, 5000])
+def test_values_that_are_not_kept_are_computed_again(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_compare, "_MOST_BYTES", most_bytes)
+    assert located(centred).places[0].line == line_with("the local mean")
+    assert located(doubled_later, out_specs=P()).places
 
 
 # Simple changes of a line

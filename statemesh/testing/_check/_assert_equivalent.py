@@ -1,71 +1,22 @@
 """`assert_equivalent`: a function gives the same results on every mesh."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, Literal
 
+import statemesh as sm
+
 from .. import _errors as errors
+from .._errors import check
 from .._types import Fun, PyTree, tree_util
-from ._adapted import check_specs, is_mapped
-from ._check import Check
-from ._checked import Checked
+from ._check import Check, Checked
 from ._environment import environment, held_by
-from ._feedback import Named
-from ._programs import mesh_of, on_mesh
-from ._subject import Asked, Subject
+from ._feedback import Named, is_within, path_of
+from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
+from ._subject import Subject
 from ._untested import UntestedWarning
-from ._values import as_arrays, is_within, path_of
-
-
-def _is_flag(value: object) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-# What a keyword must be: a check, and words for it.
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "meshes": (
-        lambda meshes: isinstance(meshes, Iterable),
-        'a list of meshes, as in meshes=[{"x": 2}, {"x": 4}]',
-    ),
-    "check_vma": (_is_flag, "True, False or None"),
-    "unsharded": (
-        lambda fun: fun is None or fun is False or callable(fun),
-        "a function, False, or None for the function itself on one device",
-    ),
-    "steps": (
-        lambda steps: (
-            steps is None or (isinstance(steps, Integral) and not isinstance(steps, bool))
-        ),
-        "an int, 1 or more: the number of calls in a row",
-    ),
-    "gradients": (_is_flag, "True, False or None"),
-    "tolerance": (
-        lambda size: (
-            size is None
-            or (isinstance(size, Real) and not isinstance(size, bool) and float(size) >= 0)
-        ),
-        "a number, 0 or more, as in tolerance=1e-6",
-    ),
-    "kwargs": (
-        lambda kwargs: kwargs is None or isinstance(kwargs, Mapping),
-        "a dictionary of arguments by name",
-    ),
-    "fed_back": (
-        lambda pairs: pairs is None or isinstance(pairs, Mapping) or _are_pairs(pairs),
-        'a dictionary of paths, as in fed_back={"args[0]": "[1]"}',
-    ),
-    "keep": (
-        lambda keep: isinstance(keep, str | Collection),
-        'paths of arguments, as in keep=["args[1]"]',
-    ),
-}
-
-
-def _are_pairs(pairs: object) -> bool:
-    if isinstance(pairs, list | tuple):
-        return all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
-    return isinstance(pairs, Iterable) and not isinstance(pairs, str)
+from ._values import as_arrays
 
 
 def assert_equivalent(
@@ -167,30 +118,39 @@ def assert_equivalent(
 
         ```
     """
+    what, flag = "assert_equivalent", "True, False or None"
     if not callable(fun):
-        raise errors.bad_keyword("assert_equivalent", "fun", fun, "a function")
+        raise errors.bad_keyword(what, "fun", fun, "a function")
     if not isinstance(args, tuple | list):
-        raise errors.not_arguments(args)
-    keywords = {
-        "meshes": meshes,
-        "check_vma": check_vma,
-        "unsharded": unsharded,
-        "steps": steps,
-        "gradients": gradients,
-        "tolerance": tolerance,
-        "kwargs": kwargs,
-        "fed_back": fed_back,
-        "keep": keep,
-    }
-    for argument, value in keywords.items():
-        fits, expected = _EXPECTED[argument]
-        if not fits(value):
-            raise errors.bad_keyword("assert_equivalent", argument, value, expected)
+        raise TypeError(
+            f"args: a {type(args).__name__}. Give the arguments of the function in a tuple: args=(model, x)."
+        )
+    several = 'a list of meshes, as in meshes=[{"x": 2}, {"x": 4}]'
+    check(what, "meshes", meshes, Iterable, several)
+    check(what, "check_vma", check_vma, bool | None, flag)
+    if unsharded is not None and unsharded is not False and not callable(unsharded):
+        expected = "a function, False, or None for the function itself on one device"
+        raise errors.bad_keyword(what, "unsharded", unsharded, expected)
+    check(what, "steps", steps, Integral | None, "an int, 1 or more: the number of calls in a row")
+    check(what, "gradients", gradients, bool | None, flag)
+    expected = "a number, 0 or more, as in tolerance=1e-6"
+    check(what, "tolerance", tolerance, Real | None, expected)
+    if tolerance is not None and not float(tolerance) >= 0:
+        raise errors.bad_keyword(what, "tolerance", tolerance, expected)
+    check(what, "kwargs", kwargs, Mapping | None, "a dictionary of arguments by name")
+    expected = 'a dictionary of paths, as in fed_back={"args[0]": "[1]"}'
+    check(what, "fed_back", fed_back, Iterable | None, expected)
+    pairs = fed_back if isinstance(fed_back, list | tuple) else ()
+    if isinstance(fed_back, str) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise errors.bad_keyword(what, "fed_back", fed_back, expected)
+    check(what, "keep", keep, str | Collection, 'paths of arguments, as in keep=["args[1]"]')
     if steps is not None and steps < 1:
-        raise errors.steps_too_few(steps)
-    found = [mesh_of(mesh) for mesh in meshes]
-    if not found:
-        raise errors.no_meshes()
+        raise ValueError(f"steps: {steps}. Give the number of calls in a row, at least 1.")
+    on_meshes = [mesh_of(mesh) for mesh in meshes]
+    if not on_meshes:
+        raise ValueError('meshes: the list is empty. Give at least one mesh: meshes=[{"x": 2}].')
     specs: dict[str, PyTree] = {
         "in_specs": in_specs,
         "out_specs": out_specs,
@@ -198,18 +158,32 @@ def assert_equivalent(
         "state_out_specs": state_out_specs,
         "check_vma": check_vma,
     }
-    check_specs(fun, specs)
+    name = getattr(fun, "__name__", type(fun).__name__)
+    is_mapped = isinstance(fun, sm.StatefulMapping)
+    if is_mapped and (twice := [key for key, value in specs.items() if value not in (None, ...)]):
+        raise TypeError(
+            f"{getattr(fun, '__name__', 'fun')} is mapped already, with specs of its own: leave out "
+            f"{', '.join(twice)}, or give the function that it was made from."
+        )
+    missing = [key for key in ("in_specs", "out_specs") if specs[key] is ...]
+    if not is_mapped and missing:
+        raise TypeError(
+            f"{name} is not mapped yet: give {' and '.join(missing)}, or the function that shard_map returns."
+        )
     given = as_arrays((tuple(args), dict(kwargs or {})))
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(given)[0]]
     if unknown := [path for path in keep if not any(is_within(known, path) for known in paths)]:
-        raise errors.unknown_paths(unknown, paths)
+        raise sm.StructureError(
+            f"keep: no argument has the path {', '.join(map(repr, unknown))}. The paths of the arguments are "
+            f"{', '.join(paths)}; a shorter one, such as 'args[0]', stands for all that begin with it."
+        )
     key = environment(fun, *held_by(given))
-    mapping = {} if is_mapped(fun) else {**specs, "check_vma": check_vma is not False}
-    asked = Asked(
-        name=getattr(fun, "__name__", type(fun).__name__),
+    statics = None if is_mapped else StaticLeaves({**specs, "check_vma": check_vma is not False})
+    subject = Subject(
+        name=name,
         args=given,
-        meshes=[on_mesh(fun, key, mesh, mapping) for mesh in found],
+        meshes=[kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in on_meshes],
         unsharded=unsharded,
         steps=steps,
         gradients=gradients,
@@ -218,9 +192,9 @@ def assert_equivalent(
         leave_out=leave_out,
         keep=keep,
     )
-    check = Check(Subject(asked))
-    check.run()
-    checked = check.conclude()
+    comparisons = Check(subject)
+    comparisons.run()
+    checked = comparisons.conclude()
     for text in checked.untested:
         warnings.warn(text, UntestedWarning, stacklevel=2)
     return checked

@@ -1,29 +1,123 @@
 """The comparisons that `assert_equivalent` makes."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import cached_property
 
-from .. import _errors as errors
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import statemesh as sm
+
 from .._locate._lines import line_of
+from .._locate._locate import located_or_why
+from .._program._doubled import narrowed, widened
 from .._program._jaxprs import Equation
+from .._program._numbers import Rounding
 from .._types import Numbers, PyTree
 from . import _report as report
-from . import _untested_words as words
 from . import _values as values
-from ._calls import Calls
-from ._chain import Chain
-from ._checked import Checked
-from ._copies import copies_of
-from ._judge import Judge
-from ._leaves import Leaf
-from ._mismatch import Mismatch
-from ._place import located_in, results_on_mesh
-from ._reference import chained
+from ._judge import Chain, Judge, Mismatch, doubled_chain, excused, unequal_copies
+from ._programs import Args, FunctionOnMesh, Reference, chained, results_of
 from ._subject import Subject
-from ._through_files import saved as saved
-from ._untested import Made
+from ._untested import CallsMade
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What `assert_equivalent` compared, and what it could not judge.
+
+    **Attributes:**
+
+    - `agreed`: the calls that agree, in words.
+    - `fed_back`: what the next call got: pairs of a path in the arguments and a path in the results.
+    - `differentiated`: the paths by which the gradient was compared; empty if it was not.
+    - `constant`: the paths of the results that have no derivative.
+    - `unjudged`: for each path how many of its numbers were not judged: rounding alone may change them by
+        more than a few per cent, or they jump where the function is discontinuous.
+    - `only_double`: for each path how many of its numbers were judged in double precision only, because
+        rounding in the dtypes of the program may change them by more than a few per cent.
+    - `untested`: what was not tested at all, in words. Each is an `UntestedWarning` too.
+    - `own_dtype`: the operations that could not run in double precision. In what they compute, mistakes as
+        small as rounding were not seen.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.testing import assert_equivalent
+        >>> checked = assert_equivalent(
+        ...     jnp.sin, (np.arange(4.0),), meshes=[{"x": 2}], in_specs=P("x"), out_specs=P("x")
+        ... )
+        >>> checked.differentiated
+        ('the gradient by args[0]',)
+
+        ```
+    """
+
+    agreed: tuple[str, ...]
+    fed_back: tuple[tuple[str, str], ...]
+    differentiated: tuple[str, ...]
+    constant: tuple[str, ...]
+    unjudged: dict[str, int]
+    only_double: dict[str, int]
+    untested: tuple[str, ...]
+    own_dtype: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Calls in a row on a mesh, replayed, and those that they are compared with.
+
+    **Attributes:**
+
+    - `label`: on what mesh, and with what values, in words.
+    - `args`, `steps`: the arguments of the first call, and the number of calls.
+    - `counts`: which mismatches are mistakes; `None` for all.
+    - `on_devices`: whether they are made on devices too.
+    """
+
+    subject: Subject
+    on_mesh: FunctionOnMesh
+    label: str
+    args: Args
+    steps: int
+    counts: Callable[[Mismatch], bool] | None = None
+    on_devices: bool = True
+
+    @property
+    def place(self) -> str:
+        """The mesh, if it has several devices and every mismatch is a mistake; else an empty string."""
+        return self.on_mesh.label if self.counts is None and self.on_mesh.mesh.size > 1 else ""
+
+    @cached_property
+    def reference(self) -> Reference:
+        return self.subject.reference(self.on_mesh)
+
+    @cached_property
+    def mesh(self) -> Chain:
+        """The calls on the mesh in double precision."""
+        against = self.reference.doubled
+        with self.subject.noting(self.on_mesh.label):
+            doubled, args = self.subject.programs(self.on_mesh).doubled, widened(self.args)
+            return doubled_chain(
+                doubled, args, self.subject.feed, self.steps, compared_with=against
+            )
+
+    @cached_property
+    def right(self) -> Chain:
+        """The calls of the reference."""
+        with self.subject.noting(f"for {self.reference.what}"):
+            return self.reference.chain(self.args, self.steps, self.subject.feed)
+
+    @cached_property
+    def again(self) -> list[PyTree]:
+        """The calls of the reference in its own dtypes."""
+        return chained(self.reference.compiled, self.args, self.steps, self.subject.feed)
 
 
 class Check:
@@ -31,118 +125,106 @@ class Check:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.judge = Judge(subject.asked.tolerance, subject.left_out, subject.exact)
+        self.judge = Judge(subject.tolerance, subject.left_out, subject.exact)
         self.failed: list[str] = []
         self.agreed: list[str] = []
-        self.made: list[Made] = []
+        # The arguments and the results of the calls on the last mesh, in double precision.
+        self.calls_made: CallsMade = []
         # For each line with a loop that was stopped, in which calls it was first.
         self.unended: dict[str, str] = {}
 
     def run(self) -> None:
         """Compare calls on every mesh; on the last mesh in other ways; and with other values."""
-        asked = self.subject.asked
+        subject = self.subject
         results: list[PyTree] = []
-        last = None
-        for one in asked.meshes:
-            calls = Calls(self.subject, one, one.where, asked.args, self.subject.steps)
+        for on_mesh in subject.meshes:
+            calls = Calls(subject, on_mesh, on_mesh.label, subject.args, subject.in_a_row)
             before, results = results, self._compared(calls)
-            last = calls
         # The other ways to call cost compiles, and would mostly fail in the same way.
-        if last is None or self.failed:
+        if self.failed:
             return
         if results:
-            self._inside_jit(last)
-            self._moved(last, before, results)
-        for other in _OTHERS:
-            given = other.make(asked.args, asked.keep)
-            for one in asked.meshes:
-                where, how = f"{one.where} {other.what}", (other.counts, other.on_devices)
-                self._compared(Calls(self.subject, one, where, given, 1, *how))
+            self._inside_jit(calls)
+            self._moved(calls, before, results)
+        for what, make, counts, on_devices in _OTHER_VALUES:
+            args = make(subject.args, subject.keep)
+            for on_mesh in subject.meshes:
+                label = f"{on_mesh.label} {what}"
+                self._compared(Calls(subject, on_mesh, label, args, 1, counts, on_devices))
 
     def _compared(self, calls: Calls) -> list[PyTree]:
         """Compare calls on a mesh. They are replayed first: on devices a program that is wrong may hang.
 
         **Returns:** the results on devices; empty if there are none or if the replay is off already.
         """
-        if lines := self._other_form(calls):
-            lines = [f"  - {line}." for line in lines]
-            self._fail(calls, calls.where, 0, lines, located=False)
+        subject, on_mesh = self.subject, calls.on_mesh
+        with subject.noting(on_mesh.label):
+            form = subject.programs(on_mesh).doubled.of(subject.types).trace.form
+        with subject.noting(f"for {calls.reference.what}"):
+            lines = subject.other_form(form, calls.reference.form(subject.types, calls.args))
+        if lines:
+            self._fail(calls, calls.label, 0, lines, located=False)
             return []
         for step in range(calls.steps):
-            if self._is_unended(calls, step) or self._replay_fails(calls, step):
+            if self._replay_fails(calls, step):
                 return []
-        found: list[PyTree] = []
-        if self._is_unended_in_own_dtypes(calls):
+        # With values that are not the caller's a loop might run for ever on devices.
+        others = calls.args is not subject.args and calls.on_devices
+        if others and self._note_unended(calls, calls.right.unended("own")):
             return []
-        if calls.one.has_devices and calls.on_devices:
-            with self.subject.noting(calls.one.where):
-                mapped = calls.one.mapped
-                found = chained(mapped, calls.args, calls.steps, self.subject.feed)
-            if self._fails(calls, calls.where, found):
+        results: list[PyTree] = []
+        if on_mesh.has_devices and calls.on_devices:
+            with subject.noting(on_mesh.label):
+                results = chained(on_mesh.mapped, calls.args, calls.steps, subject.feed)
+            if self._fails(calls, calls.label, results):
                 return []
-        self.agreed.append(calls.where)
-        if calls.one is self.subject.asked.meshes[-1]:
-            self.made += calls.made
-        return found
-
-    def _other_form(self, calls: Calls) -> list[str]:
-        """Lines on what differs from the reference in structure, dtypes or static values."""
-        subject, reference = self.subject, calls.reference
-        with subject.noting(calls.one.where):
-            form = subject.programs(calls.one).doubled.form(subject.types)
-        with subject.noting(f"for {reference.what}"):
-            return subject.other_form(form, reference.form(subject.types, calls.args))
-
-    def _is_unended(self, calls: Calls, step: int) -> bool:
-        """Whether a loop was stopped in a call."""
-        return self._note_unended(
-            calls, calls.mesh.exact[step].unended or calls.right.exact[step].unended
-        )
-
-    def _is_unended_in_own_dtypes(self, calls: Calls) -> bool:
-        """Whether a loop would run for ever on devices, with values that are not the caller's."""
-        if calls.args is self.subject.asked.args or not isinstance(calls.right, Chain):
-            return False
-        return calls.on_devices and self._note_unended(calls, calls.right.unended("own"))
+        self.agreed.append(calls.label)
+        if on_mesh is subject.meshes[-1]:
+            self.calls_made += [
+                (call.args.values, results_of(call.results.values)) for call in calls.mesh.exact
+            ]
+        return results
 
     def _note_unended(self, calls: Calls, loops: Sequence[Equation]) -> bool:
         for loop in loops:
-            self.unended.setdefault(str(line_of(loop) or "a library"), calls.where)
+            self.unended.setdefault(str(line_of(loop) or "a library"), calls.label)
         return bool(loops)
 
     def _replay_fails(self, calls: Calls, step: int) -> bool:
-        exact = calls.mesh.exact[step]
-        if lines := self.subject.other_form(
-            exact.results.types, calls.right.exact[step].results.types
-        ):
-            lines = [f"  - {line}." for line in lines]
-            self._fail(calls, calls.where, step, lines, located=False)
+        """Whether a call on the mesh is off in the replay, or cannot be compared."""
+        call, right = calls.mesh.exact[step], calls.right.exact[step]
+        if self._note_unended(calls, call.unended or right.unended):
             return True
-        broken = calls.mesh.broken(step)
-        if broken:
-            self._fail(calls, calls.where, step, report.broken_promises(broken))
+        if lines := self.subject.other_form(call.results.types, right.results.types):
+            self._fail(calls, calls.label, step, lines, located=False)
             return True
-        leaves = self.subject.leaves(exact.results.types)
-        if calls.reference.is_exact:
-            found = self.judge.double(step, leaves, calls.mesh, calls.right, calls.place)
-        else:
-            got = exact.numbers
-            found = self.judge.own(step, leaves, got, calls.mesh, calls.right, None, calls.place)
-        return self._report(calls, calls.where, step, found)
+        if broken := calls.mesh.broken(step):
+            self._fail(calls, calls.label, step, report.broken_promises(broken))
+            return True
+        leaves = self.subject.leaves(call.results.types)
+        chains, is_plain = (calls.mesh, calls.right), calls.reference.doubled is None
+        rounding: Rounding = "own" if is_plain else "double"
+        off = self.judge.compare(rounding, step, leaves, call.numbers, chains, calls.place)
+        return self._report(calls, calls.label, step, off)
 
-    def _fails(self, calls: Calls, where: str, results: Sequence[PyTree], first: int = 0) -> bool:
+    def _fails(self, calls: Calls, label: str, results: Sequence[PyTree], first: int = 0) -> bool:
         """Whether results of calls on devices, from call `first` on, are off."""
+        chains = calls.mesh, calls.right
         for step, result in enumerate(results, first):
             leaves = self.subject.leaves(result)
-            again = None
-            if calls.reference.is_exact and self.subject.asked.unsharded is not False:
-                again = partial(self._again, calls, step)
-            if lines := self._unequal_copies(calls, step, leaves):
-                self._fail(calls, where, step, [*lines, report.UNREDUCED])
+            copies = [
+                unequal_copies(leaf, step, number, chains)
+                for number, leaf in enumerate(leaves)
+                if number not in self.subject.left_out
+            ]
+            if lines := [line for line in copies if line]:
+                self._fail(calls, label, step, [*lines, report.UNREDUCED])
                 return True
             got = [leaf.value for leaf in leaves]
-            found = self.judge.own(step, leaves, got, calls.mesh, calls.right, again)
-            if self._report(calls, where, step, found):
+            off = self.judge.compare("own", step, leaves, got, chains)
+            if calls.reference.doubled is not None and self.subject.unsharded is not False:
+                off = excused(off, functools.partial(self._again, calls, step))
+            if self._report(calls, label, step, off):
                 return True
         return False
 
@@ -150,60 +232,51 @@ class Check:
         """The numbers of a call of the reference in its own dtypes."""
         return [leaf.value for leaf in self.subject.leaves(calls.again[step])]
 
-    def _unequal_copies(self, calls: Calls, step: int, leaves: Sequence[Leaf]) -> list[str]:
-        """Lines on results of which devices hold copies that differ by more than rounding."""
-        found = []
-        for number, leaf in enumerate(leaves):
-            copies = copies_of(leaf.path, leaf.array)
-            if number in self.subject.left_out or copies is None or not copies.spread.any():
-                continue
-            allowed = self.judge.allowed(step, number, leaf, calls.mesh, calls.right)
-            if worst := copies.worst(allowed):
-                found.append(errors.unequal_copies_line(worst))
-        return found
-
     def _inside_jit(self, calls: Calls) -> None:
         """Compare the calls inside `jax.jit`, and on devices the gradient."""
-        programs, where = self.subject.programs(calls.one), f"inside jit {calls.one.where}"
-        with self.subject.noting(where):
+        label = f"inside jit {calls.on_mesh.label}"
+        with self.subject.noting(label):
             args, kwargs = calls.args
-            placed = calls.one.mapped.place(*args), kwargs
-            found = chained(programs.jitted, placed, calls.steps, self.subject.feed)
-        if not self._fails(calls, where, found):
-            self.agreed.append(where)
+            placed, jitted = (
+                (calls.on_mesh.mapped.place(*args), kwargs),
+                self.subject.programs(calls.on_mesh).jitted,
+            )
+            results = chained(jitted, placed, calls.steps, self.subject.feed)
+        if not self._fails(calls, label, results):
+            self.agreed.append(label)
 
     def _moved(self, calls: Calls, before: Sequence[PyTree], results: Sequence[PyTree]) -> None:
         """Compare calls with models that were saved halfway, loaded, and placed on this mesh."""
-        asked, half = self.subject.asked, calls.steps // 2
-        if not half or not self.subject.feed_back or asked.unsharded is False:
+        subject, half = self.subject, calls.steps // 2
+        if not half or not subject.feed_back or subject.unsharded is False:
             return
-        given, source = calls.args, asked.meshes[-2 if before else -1].where
+        args, source = calls.args, subject.meshes[-2 if before else -1].label
         for result in (before or results)[:half]:
-            given = self.subject.feed(given, result)
-        where = f"saved {source} and placed {calls.one.where}"
-        with self.subject.noting(where):
-            loaded = saved(given)
-            found = chained(calls.one.mapped, loaded, calls.steps - half, self.subject.feed)
-        if not self._fails(calls, where, found, half):
-            self.agreed.append(where)
+            args = subject.feed(args, result)
+        label = f"saved {source} and placed {calls.on_mesh.label}"
+        with subject.noting(label):
+            loaded = values.saved(args)
+            results = chained(calls.on_mesh.mapped, loaded, calls.steps - half, subject.feed)
+        if not self._fails(calls, label, results, half):
+            self.agreed.append(label)
 
     # What is reported
 
-    def _report(self, calls: Calls, where: str, step: int, found: Sequence[Mismatch]) -> bool:
-        found = [one for one in found if calls.counts is None or calls.counts(one)]
-        if not found:
+    def _report(self, calls: Calls, label: str, step: int, off: Sequence[Mismatch]) -> bool:
+        off = [mismatch for mismatch in off if calls.counts is None or calls.counts(mismatch)]
+        if not off:
             return False
         # Where results are off, their gradient is off in consequence.
         count = self.subject.count
-        shown = [one for one in found if one.number < count] or found
-        lines = results_on_mesh(calls, shown)
-        self._fail(calls, where, step, lines, of=len(shown), gradient=shown[0].number >= count)
+        shown = [mismatch for mismatch in off if mismatch.number < count] or off
+        lines = report.results(_with_arrays_of_mesh(calls, shown))
+        self._fail(calls, label, step, lines, of=len(shown), gradient=shown[0].number >= count)
         return True
 
     def _fail(
         self,
         calls: Calls,
-        where: str,
+        label: str,
         step: int,
         lines: Sequence[str],
         *,
@@ -211,7 +284,7 @@ class Check:
         gradient: bool = False,
         located: bool = True,
     ) -> None:
-        at = f"{where}, call {step + 1} of {calls.steps}, " if calls.steps > 1 else f"{where}, "
+        at = f"{label}, call {step + 1} of {calls.steps}, " if calls.steps > 1 else f"{label}, "
         # The line is the same on every mesh.
         if self.failed:
             self.failed.append(report.fails_too(at, of))
@@ -224,49 +297,82 @@ class Check:
 
         **Raises:** `AssertionError` for what failed.
         """
-        subject, name = self.subject, self.subject.asked.name
+        subject = self.subject
         if self.failed:
-            chained = subject.feed_back if subject.steps > 1 else None
-            raise report.not_equivalent(name, self.failed, self.agreed, chained)
-        programs = [subject.programs(one).doubled for one in subject.asked.meshes]
-        own_dtype = set().union(*(one.own_dtype(subject.types) for one in programs))
+            fed_back = subject.feed_back if subject.in_a_row > 1 else None
+            raise report.not_equivalent(subject.name, self.failed, self.agreed, fed_back)
+        calls = [subject.programs(on_mesh).doubled.of(subject.types) for on_mesh in subject.meshes]
         return Checked(
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
             differentiated=tuple(subject.paths[subject.count :]),
             constant=subject.constant,
-            unjudged=self.judge.unjudged,
-            only_double=self.judge.only_double,
+            unjudged=self.judge.unclear["double"],
+            only_double=self.judge.unclear["own"],
             untested=(
-                *subject.untested(self.made),
-                *map(words.unjudged, self.judge.never_judged),
-                *(words.unended(line, where) for line, where in self.unended.items()),
+                *subject.untested(self.calls_made),
+                *map(report.unjudged, self.judge.never_judged),
+                *(report.unended(line, label) for line, label in self.unended.items()),
             ),
-            own_dtype=tuple(sorted(own_dtype)),
+            own_dtype=tuple(sorted(set().union(*(call.own_dtype for call in calls)))),
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Others:
-    """Other values for the arguments.
-
-    **Attributes:**
-
-    - `what`: what is said of them.
-    - `make`: gives them, from the arguments and the paths that are kept.
-    - `counts`: which mismatches are mistakes; `None` for all.
-    - `on_devices`: whether the function is called on devices with them.
-    """
-
-    what: str
-    make: Callable[..., Any]
-    counts: Callable[[Mismatch], bool] | None = None
-    on_devices: bool = True
-
-
-_OTHERS = (
-    _Others(report.GENERIC, values.generic),
-    _Others(report.LARGE, values.large, lambda one: one.is_overflow),
+# Other values for the arguments: what is said of them, what makes them, which mismatches with them are
+# mistakes (`None` for all), and whether the function is called on devices with them.
+_OTHER_VALUES: tuple[
+    tuple[str, Callable[..., Args], Callable[[Mismatch], bool] | None, bool], ...
+] = (
+    ("with generic values", values.generic, None, True),
+    ("with large values", values.large, lambda mismatch: mismatch.is_overflow, True),
     # What `jax.lax.pmax` makes of NaN differs between devices, and is no mistake of the function.
-    _Others(report.NAN, values.one_nan, lambda one: one.is_number_on_one_device, on_devices=False),
+    ("with one NaN", values.one_nan, lambda mismatch: mismatch.is_number_on_one_device, False),
 )
+
+
+# Where a failing call goes wrong
+
+
+def _with_arrays_of_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch]:
+    """The mismatches, the largest first, with the arrays as they lie on the mesh."""
+    shown = sorted(off, key=lambda mismatch: -mismatch.size)
+    if not calls.on_mesh.has_devices:
+        return shown
+    args, kwargs = calls.args
+    leaves = dict(enumerate(calls.subject.leaves(calls.on_mesh.mapped(*args, **kwargs))))
+    return [dataclasses.replace(x, leaf=leaves.get(x.number, x.leaf)) for x in shown]
+
+
+def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
+    """Lines on the place in the program; none where it cannot be found.
+
+    Simple values, such as those that Hypothesis shrinks to, hide the place: many lines compute the same from
+    zeros. Then other values are tried first.
+    """
+    subject = calls.subject
+    if subject.unsharded is False or calls.reference.doubled is None:
+        return []
+    reference = subject.unsharded or subject.meshes[0].mapped.unsharded
+    args_of_call = narrowed(calls.mesh.exact[step].args)
+    tried = [(args_of_call, False)]
+    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
+    if step == 0 and any(map(_is_simple, jax.tree.leaves(args_of_call, is_leaf=is_state))):
+        tried.insert(0, (values.generic(args_of_call, subject.keep), True))
+    for args, generic in tried:
+        place = located_or_why(
+            calls.on_mesh.mapped,
+            reference,
+            *args,
+            results=generic or not gradient,
+            gradient=gradient,
+        )
+        if place is not None:
+            return report.located(place, generic=generic)
+    return []
+
+
+def _is_simple(x: PyTree) -> bool:
+    """Whether most numbers of an array outside of States are equal."""
+    if not eqx.is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating) or x.size < 2:
+        return False
+    return bool(2 * len(np.unique(np.asarray(x, np.float64))) < x.size)

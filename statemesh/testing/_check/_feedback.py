@@ -1,19 +1,124 @@
 """What one call returns that the next call gets: found by structure, wherever it stands."""
 
 import dataclasses
+import difflib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
 from .. import _errors as errors
+from .._caches import is_hashable
+from .._program._numbers import has_shape, is_key
+from .._program._trace import is_numpy
 from .._types import AnyLeaf, PyTree, tree_util
-from ._parts import Forms, Part, inner_names, kind_of, parts_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subtree:
+    """A node or a leaf of a tree.
+
+    **Attributes:**
+
+    - `keys`: its key path.
+    - `node`: the node itself.
+    - `form`: what parts of equal structure and equal shapes share.
+    - `leaves`: the numbers of its leaves among those of the whole tree.
+    - `arrays`: how many of its leaves are arrays or numbers.
+    - `depth`: how many nodes stand on top of each other in it; 0 for a leaf.
+    - `in_state`: whether it is a State or holds one.
+    - `is_named`: whether it, or a part of it, has keys, fields or a class of its own: it is more than tuples
+        and lists of arrays.
+    """
+
+    keys: tuple[Any, ...]
+    node: PyTree
+    form: Hashable
+    leaves: range
+    arrays: int
+    depth: int
+    in_state: bool
+    is_named: bool
+
+    @property
+    def path(self) -> str:
+        """The path below the root, as one types it."""
+        return str(jax.tree_util.keystr(self.keys))
+
+
+def parts_of(node: PyTree, keys: tuple[Any, ...] = (), start: int = 0) -> list[Subtree]:
+    """All parts of a tree, each before the parts in it. The first is the tree itself.
+
+    **Arguments:**
+
+    - `keys`, `start`: the key path of the tree, and the number of its first leaf.
+    """
+    kids, structure = tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if kids and tree_util.treedef_is_leaf(structure):
+        numeric = is_numeric(node)
+        form = ("leaf", np.shape(node), is_key(node)) if numeric else "static"
+        return [Subtree(keys, node, form, range(start, start + 1), int(numeric), 0, False, False)]
+    inner: list[Subtree] = []
+    heads: list[Subtree] = []
+    for key, kid in kids:
+        parts = parts_of(kid, (*keys, *key), heads[-1].leaves.stop if heads else start)
+        heads.append(parts[0])
+        inner += parts
+    # Static metadata without a hash, such as a list, is known by its text.
+    known = structure if is_hashable(structure) else repr(structure)
+    whole = Subtree(
+        keys,
+        node,
+        (known, *(head.form for head in heads)),
+        range(start, heads[-1].leaves.stop if heads else start),
+        sum(head.arrays for head in heads),
+        1 + max((head.depth for head in heads), default=0),
+        sm.is_state(node) or isinstance(node, sm.Packed) or any(head.in_state for head in heads),
+        type(node) not in (tuple, list, type(None)) or any(head.is_named for head in heads),
+    )
+    return [whole, *inner]
+
+
+def path_of(keys: tuple[AnyLeaf, ...]) -> str:
+    """The path of an argument as the user would type it, from its path in the pair of all arguments."""
+    return f"{('args', 'kwargs')[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}"
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Whether a path leads to a tree, or to a part of it."""
+    return path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
+
+
+def is_numeric(x: AnyLeaf) -> bool:
+    """Whether a leaf is an array of numbers or keys, what stands for one, or a number."""
+    is_array = is_numpy(x) or (has_shape(x) and not isinstance(x, np.ndarray | np.generic))
+    return is_array or isinstance(x, bool | int | float | complex)
+
+
+def kind_of(x: AnyLeaf) -> str:
+    """The kind of a leaf: `key`, `float`, `complex`, `integer`, a dtype; `static` if it is no array."""
+    if not is_numeric(x):
+        return "static"
+    if is_key(x):
+        return "key"
+    dtype = x.dtype if has_shape(x) else np.result_type(type(x))
+    kinds = {"float": jnp.floating, "complex": jnp.complexfloating, "integer": jnp.integer}
+    names = [name for name, kind in kinds.items() if jnp.issubdtype(dtype, kind)]
+    return names[0] if names else str(dtype)
+
+
+def inner_names(keys: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The ends of a key path that hold a name, the longest first."""
+    for start in range(len(keys)):
+        names = (getattr(key, "name", getattr(key, "key", None)) for key in keys[start:])
+        if any(isinstance(name, str) for name in names):
+            yield keys[start:]
 
 
 # The placement of a leaf; `None` where the call decides, as for a leaf in a State.
@@ -49,8 +154,6 @@ class FeedBack:
 
     def describe(self) -> str:
         """What is fed back, in words."""
-        if not self:
-            return "nothing is fed back"
         return ", ".join(f"{result} becomes {argument}" for argument, result in self.pairs)
 
 
@@ -90,102 +193,106 @@ def find(
 
     **Raises:** `StructureError` for `named` paths that do not exist, do not fit or overlap.
     """
-    forms = Forms()
     # The arguments as a whole, and those by keyword as a whole, are no part of them.
-    inner = [part for part in parts_of((tuple(args), dict(kwargs)), forms) if len(part.keys) > 1]
-    given = _Side(inner, _argument_path, in_specs)
-    returned = _Side(parts_of(result, forms), lambda part: f"{name}(...){part.path}", out_specs)
+    inner = [part for part in parts_of((tuple(args), dict(kwargs))) if len(part.keys) > 1]
+    arguments = _Subtrees(inner, lambda part: path_of(part.keys), in_specs)
+    returned = _Subtrees(parts_of(result), lambda part: f"{name}(...){part.path}", out_specs)
     if named is None:
-        pairs = _found(given, returned)
+        pairs = _by_structure(arguments, returned)
     else:
         items = named.items() if isinstance(named, Mapping) else named
-        pairs = _named(given, returned, list(items), name)
+        pairs = _named(arguments, returned, list(items), name)
     pairs.sort(key=lambda pair: pair[0].leaves.start)
     return FeedBack(
-        tuple((given.path(a), returned.path(b)) for a, b in pairs),
+        tuple((arguments.path(a), returned.path(b)) for a, b in pairs),
         tuple(both for a, b in pairs for both in zip(a.leaves, b.leaves, strict=True)),
     )
 
 
-def _argument_path(part: Part) -> str:
-    root = ("args", "kwargs")[part.keys[0].idx]
-    return root + str(jax.tree_util.keystr(part.keys[1:]))
-
-
-class _Side:
+class _Subtrees:
     """The parts of the arguments, or those of the result, and which of them are still free."""
 
     def __init__(
         self,
-        parts: list[Part],
-        path: Callable[[Part], str],
+        parts: list[Subtree],
+        path: Callable[[Subtree], str],
         specs: Sequence[LeafSpec] | None,
     ) -> None:
         self.parts, self.path, self.specs = parts, path, specs
         self._used = [False] * max((part.leaves.stop for part in parts), default=0)
 
-    def is_free(self, part: Part) -> bool:
+    def is_free(self, part: Subtree) -> bool:
         return not any(self._used[part.leaves.start : part.leaves.stop])
 
-    def use(self, part: Part) -> None:
+    def use(self, part: Subtree) -> None:
         for number in part.leaves:
             self._used[number] = True
 
-    def is_split(self, part: Part) -> bool:
+    def placed(self, part: Subtree) -> list[tuple[Any, ...] | None]:
+        """For each leaf of a part the entries of its spec; `None` where it is not known."""
+        if self.specs is None:
+            return [None] * len(part.leaves)
+        specs = self.specs[part.leaves.start : part.leaves.stop]
+        return [None if spec is None else _plain(spec) for spec in specs]
+
+    def is_split(self, part: Subtree) -> bool:
         """Whether some leaf is split, or may be."""
-        return self.specs is None or any(
-            self.specs[number] is None or _plain(self.specs[number]) for number in part.leaves
-        )
+        return any(entries != () for entries in self.placed(part))
 
 
-def _plain(spec: LeafSpec) -> tuple[Any, ...]:
+def _plain(spec: PartitionSpec | sm.PerShard) -> tuple[Any, ...]:
     """The entries of a spec without those at its end that say nothing."""
-    if spec is None or isinstance(spec, sm.PerShard):
-        return () if spec is None else (spec,)
+    if isinstance(spec, sm.PerShard):
+        return (spec,)
     entries = [(x,) if isinstance(x, str) else x or None for x in spec]
     while entries and entries[-1] is None:
         entries.pop()
     return tuple(entries)
 
 
-Pair: TypeAlias = tuple[Part, Part]
+Match: TypeAlias = tuple[Subtree, Subtree]
 
 
-def _found(given: _Side, returned: _Side) -> list[Pair]:
+def _by_structure(arguments: _Subtrees, returned: _Subtrees) -> list[Match]:
     """The largest parts that fit, then arrays that stand by themselves."""
-    pairs: list[Pair] = []
+    pairs: list[Match] = []
 
-    def take(some: Iterable[Pair]) -> None:
+    def take(some: Iterable[Match]) -> None:
         for pair in some:
-            given.use(pair[0])
+            arguments.use(pair[0])
             returned.use(pair[1])
             pairs.append(pair)
 
-    def fits(a: Part, b: Part) -> bool:
-        return _specs_agree(given, returned, a, b) and (a.in_state or _kinds_agree(a, b, kind_of))
+    def fits(a: Subtree, b: Subtree) -> bool:
+        specs = zip(arguments.placed(a), returned.placed(b), strict=True)
+        same = all(p is None or q is None or p == q for p, q in specs)
+        return same and (a.in_state or _kinds_agree(a, b, kind_of))
 
-    for some, others in _alike(given.parts, returned.parts):
+    alike = list(_alike(arguments.parts, returned.parts))
+    for some, others in alike:
         if some[0].depth == 0:
             continue
         take(
             _matched(
-                [part for part in some if given.is_free(part)],
+                [part for part in some if arguments.is_free(part)],
                 [part for part in others if returned.is_free(part) and _is_carried(part, returned)],
                 fits,
             )
         )
-    for some, others in _alike(given.parts, returned.parts):
-        some = [part for part in some if given.is_free(part)]
+    for some, others in alike:
+        some = [part for part in some if arguments.is_free(part)]
         others = [part for part in others if returned.is_free(part)]
         same = [pair for pair in _under_one_name(some, others, fits) if _same_dtypes(*pair)]
         take(same if some[:1] and some[0].depth == 0 else ())
-        take(_only_pair(given, returned, some, others))
+        take(_only_pair(arguments, returned, some, others))
     return pairs
 
 
-def _alike(some: list[Part], others: list[Part]) -> Iterator[tuple[list[Part], list[Part]]]:
+def _alike(
+    some: list[Subtree], others: list[Subtree]
+) -> Iterator[tuple[list[Subtree], list[Subtree]]]:
     """The parts of either side by their form, the largest first. Parts without arrays are left out."""
-    by_form: dict[int, tuple[list[Part], list[Part]]] = defaultdict(lambda: ([], []))
+    by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
     for which, parts in enumerate((some, others)):
         for part in parts:
             if part.arrays:
@@ -194,15 +301,15 @@ def _alike(some: list[Part], others: list[Part]) -> Iterator[tuple[list[Part], l
     yield from sorted(both, key=lambda pair: (-pair[0][0].arrays, -pair[0][0].depth))
 
 
-def _is_carried(part: Part, side: _Side) -> bool:
+def _is_carried(part: Subtree, side: _Subtrees) -> bool:
     """Whether a part is by its structure more than outputs."""
     several = part.arrays > 1 and part is not side.parts[0]
     return part.depth > 0 and (part.in_state or part.is_named or several)
 
 
 def _matched(
-    some: list[Part], others: list[Part], fits: Callable[[Part, Part], bool]
-) -> Iterator[Pair]:
+    some: list[Subtree], others: list[Subtree], fits: Callable[[Subtree, Subtree], bool]
+) -> Iterator[Match]:
     """Pairs under the same names, then pairs in order."""
     pairs = list(_under_one_name(some, others, fits))
     yield from pairs
@@ -215,10 +322,10 @@ def _matched(
 
 
 def _under_one_name(
-    some: list[Part], others: list[Part], fits: Callable[[Part, Part], bool]
-) -> Iterator[Pair]:
+    some: list[Subtree], others: list[Subtree], fits: Callable[[Subtree, Subtree], bool]
+) -> Iterator[Match]:
     """Pairs whose paths end alike, in names. The pairs with the longest common ends come first."""
-    by_end: dict[Any, list[Part]] = defaultdict(list)
+    by_end: dict[Any, list[Subtree]] = defaultdict(list)
     for part in others:
         for end in inner_names(part.keys):
             by_end[end].append(part)
@@ -231,27 +338,20 @@ def _under_one_name(
             yield part, free[0]
 
 
-def _specs_agree(given: _Side, returned: _Side, a: Part, b: Part) -> bool:
-    if given.specs is None or returned.specs is None:
-        return True
-    pairs = [(given.specs[i], returned.specs[j]) for i, j in zip(a.leaves, b.leaves, strict=True)]
-    return all(p is None or q is None or _plain(p) == _plain(q) for p, q in pairs)
-
-
-def _kinds_agree(a: Part, b: Part, kind: Callable[[AnyLeaf], Any]) -> bool:
+def _kinds_agree(a: Subtree, b: Subtree, kind: Callable[[AnyLeaf], Any]) -> bool:
     pairs = zip(jax.tree.leaves(a.node), jax.tree.leaves(b.node), strict=True)
     return all(kind(x) == kind(y) for x, y in pairs)
 
 
-def _same_dtypes(a: Part, b: Part) -> bool:
+def _same_dtypes(a: Subtree, b: Subtree) -> bool:
     return _kinds_agree(a, b, lambda x: getattr(x, "dtype", None) or kind_of(x))
 
 
 def _only_pair(
-    given: _Side, returned: _Side, some: list[Part], others: list[Part]
-) -> Iterator[Pair]:
+    arguments: _Subtrees, returned: _Subtrees, some: list[Subtree], others: list[Subtree]
+) -> Iterator[Match]:
     """The one pair of arrays of a shape and dtype that are split on neither side."""
-    left = [part for part in some if not given.is_split(part) and _has_axes(part)]
+    left = [part for part in some if not arguments.is_split(part) and _has_axes(part)]
     right = [part for part in others if not returned.is_split(part) and _has_axes(part)]
     for a in left:
         rivals = [x for x in left if _same_dtypes(x, a)]
@@ -260,35 +360,49 @@ def _only_pair(
             yield a, fitting[0]
 
 
-def _has_axes(part: Part) -> bool:
+def _has_axes(part: Subtree) -> bool:
     return part.depth > 0 or len(np.shape(part.node)) > 0
 
 
-def _named(given: _Side, returned: _Side, items: list[tuple[str, str]], name: str) -> list[Pair]:
+def _named(
+    arguments: _Subtrees, returned: _Subtrees, items: list[tuple[str, str]], name: str
+) -> list[Match]:
     """The pairs of parts that have these paths."""
     pairs = []
     for argument, result in items:
         whole = result if result.startswith(f"{name}(...)") else f"{name}(...){result}"
-        a, b = _part_at(given, argument, "args"), _part_at(returned, whole, "result")
+        a, b = _part_at(arguments, argument, "args"), _part_at(returned, whole, "result")
         if a.form != b.form:
-            raise errors.feed_back_differs(given.path(a), returned.path(b), _what(a), _what(b))
-        if not (given.is_free(a) and returned.is_free(b)):
-            raise errors.feed_back_twice(given.path(a), returned.path(b))
-        given.use(a)
+            raise sm.StructureError(
+                f"feed_back: {returned.path(b)} cannot become {arguments.path(a)}, because structures or "
+                f"shapes differ: {_what(b)}, and the argument is {_what(a)}."
+            )
+        if not (arguments.is_free(a) and returned.is_free(b)):
+            raise sm.StructureError(
+                f"feed_back: {returned.path(b)} becomes {arguments.path(a)}, and one of the two is in "
+                "another pair already. Name each part once."
+            )
+        arguments.use(a)
         returned.use(b)
         pairs.append((a, b))
     return pairs
 
 
-def _part_at(side: _Side, path: str, what: str) -> Part:
+def _part_at(side: _Subtrees, path: str, what: str) -> Subtree:
     wanted = path.replace('"', "'")
     for part in side.parts:
         if part.arrays and side.path(part) == wanted:
             return part
-    raise errors.feed_back_unknown(what, path, [side.path(x) for x in side.parts if x.arrays])
+    known = [side.path(part) for part in side.parts if part.arrays]
+    near = ", ".join(difflib.get_close_matches(path, known, 4, 0.0))
+    owner = "the arguments have" if what == "args" else "the result has"
+    raise sm.StructureError(
+        f"feed_back: {owner} no arrays at {path}, but at {len(known)} other "
+        f"{errors.plural('path', len(known))}{near and f', such as {near}'}."
+    )
 
 
-def _what(part: Part) -> str:
+def _what(part: Subtree) -> str:
     """The structure and shapes of a part, as messages show it."""
     kinds = [errors.array_str(x) for x in jax.tree.leaves(part.node)]
     if part.depth == 0:
@@ -307,12 +421,12 @@ def leaf_specs(specs: PyTree, tree: PyTree) -> list[LeafSpec]:
     **Returns:** a list for `find`. Leaves in States have `None`, since specs pass States by.
     """
     entries, structure = tree_util.tree_flatten(specs, is_leaf=_is_spec)
-    found: list[LeafSpec] = []
+    placements: list[LeafSpec] = []
     for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
         for unit in jax.tree.leaves(part, is_leaf=sm.is_state):
             placed = None if sm.is_state(unit) else entry or PartitionSpec()
-            found += [placed] * len(jax.tree.leaves(unit))
-    return found
+            placements += [placed] * len(jax.tree.leaves(unit))
+    return placements
 
 
 def _is_spec(x: object) -> bool:

@@ -15,9 +15,10 @@ import numpy as np
 import statemesh as sm
 
 from .. import _errors as errors
+from .._caches import equal_values
+from .._program._numbers import data_of, has_shape, is_key
 from .._types import AnyLeaf, PyTree, PyTreeDef, tree_util
-from . import _form_words as words
-from ._parts import has_shape, is_key, is_numeric
+from ._feedback import is_numeric
 
 
 def form_differences(name: str, got: PyTree, want: PyTree, *, dtypes: bool = True) -> list[str]:
@@ -41,13 +42,13 @@ def _differences(path: str, got: PyTree, want: PyTree, dtypes: bool) -> Iterator
     if _is_leaf(kids, structure) and _is_leaf(other_kids, other_structure):
         yield from _leaf_differences(path, got, want, dtypes)
     elif type(got) is not type(want):
-        yield words.other(path, _described(got), _described(want))
+        yield f"{path}: {_described(got)}, should be {_described(want)}"
     elif isinstance(got, dict) and isinstance(want, dict) and set(got) != set(want):
-        yield words.other_keys(path, _without(got, want), _without(want, got))
+        yield f"{path}: a dict that {_other_keys(got, want)}, unlike what it should be"
     elif len(kids) != len(other_kids):
-        yield words.other(path, _described(got), _described(want))
+        yield f"{path}: {_described(got)}, should be {_described(want)}"
     else:
-        if not _equal(structure, other_structure):
+        if not equal_values(structure, other_structure):
             yield from _metadata_differences(path, got, want)
         for (key, kid), (_, other) in zip(kids, other_kids, strict=True):
             yield from _differences(path + jax.tree_util.keystr(key), kid, other, dtypes)
@@ -63,27 +64,34 @@ def _is_leaf(kids: list[tuple[Any, PyTree]], structure: PyTreeDef) -> bool:
     return bool(kids) and bool(tree_util.treedef_is_leaf(structure))
 
 
-def _without(some: dict[Any, PyTree], others: dict[Any, PyTree]) -> list[str]:
-    return [repr(key) for key in some if key not in others]
+def _other_keys(got: dict[Any, PyTree], want: dict[Any, PyTree]) -> str:
+    added = [repr(key) for key in got if key not in want]
+    missing = [repr(key) for key in want if key not in got]
+    return " and ".join(
+        f"{verb} the {'key' if len(keys) == 1 else 'keys'} {', '.join(keys)}"
+        for verb, keys in (("has", added), ("lacks", missing))
+        if keys
+    )
 
 
 def _leaf_differences(path: str, got: AnyLeaf, want: AnyLeaf, dtypes: bool) -> Iterator[str]:
     if not (_is_array(got, dtypes) and _is_array(want, dtypes)):
         if not same_value(got, want):
-            yield words.other(path, errors.array_str(got), errors.array_str(want))
+            yield f"{path}: {errors.array_str(got)}, should be {errors.array_str(want)}"
         return
     if is_key(got) and is_key(want):
         if got.dtype != want.dtype:
-            yield words.other_keys_of(path, str(got.dtype), str(want.dtype))
+            yield f"{path}: random keys of dtype {got.dtype}, should be of {want.dtype}"
     elif is_key(got) or is_key(want):
-        yield words.other(path, errors.array_str(got), errors.array_str(want))
+        yield f"{path}: {errors.array_str(got)}, should be {errors.array_str(want)}"
     elif dtypes:
         if got.dtype != want.dtype:
-            yield words.other_dtype(path, str(got.dtype), str(want.dtype))
+            yield f"{path}: of dtype {got.dtype}, should be of {want.dtype}"
         weak = getattr(got, "weak_type", None), getattr(want, "weak_type", None)
         # NumPy's arrays know no weak types.
         if None not in weak and weak[0] != weak[1]:
-            yield words.other_weak_type(path, bool(weak[0]))
+            kinds = "of a strong type", "of a weak type (a Python number's)"
+            yield f"{path}: {kinds[bool(weak[0])]}, should be {kinds[bool(weak[1])]}"
 
 
 def _is_array(x: AnyLeaf, dtypes: bool) -> bool:
@@ -92,19 +100,16 @@ def _is_array(x: AnyLeaf, dtypes: bool) -> bool:
 
 def _metadata_differences(path: str, got: PyTree, want: PyTree) -> Iterator[str]:
     """The static fields in which two nodes of one class differ."""
-    names = (
-        [field.name for field in dataclasses.fields(got) if field.metadata.get("static")]
-        if (dataclasses.is_dataclass(got))
-        else []
-    )
+    fields = dataclasses.fields(got) if dataclasses.is_dataclass(got) else ()
+    names = [field.name for field in fields if field.metadata.get("static")]
     if sm.is_state(got):
         names = ["name", "tag", "spec", "reduce"]
-    pairs = [(name, getattr(got, name, None), getattr(want, name, None)) for name in names]
-    found = [pair for pair in pairs if not same_value(*pair[1:])]
-    for name, mine, other in found:
-        yield words.other(f"{path}.{name}", errors.array_str(mine), errors.array_str(other))
-    if not found and not names:
-        yield words.other_metadata(path, _described(got))
+    for name in names:
+        mine, other = getattr(got, name, None), getattr(want, name, None)
+        if not same_value(mine, other):
+            yield f"{path}.{name}: {errors.array_str(mine)}, should be {errors.array_str(other)}"
+    if not names:
+        yield f"{path}: {_described(got)} whose static data differ from what they should be"
 
 
 def _described(x: PyTree) -> str:
@@ -141,7 +146,7 @@ def same_value(a: Any, b: Any) -> bool:
         return _all_same(a, b)
     # Objects whose class does not say when they are equal are compared as they are stored.
     by_identity = "__eq__" not in itertools.chain(*(vars(cls) for cls in type(a).__mro__[:-1]))
-    return _equal(a, b) or (by_identity and _same_pickle(a, b))
+    return equal_values(a, b) or (by_identity and _same_pickle(a, b))
 
 
 def _all_same(some: Any, others: Any) -> bool:
@@ -152,21 +157,13 @@ def _all_same(some: Any, others: Any) -> bool:
 
 
 def _same_array(a: Any, b: Any) -> bool:
-    if is_key(a):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    a, b = data_of(a), data_of(b)
     return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind in "fc")
 
 
 def _closed_over(fun: types.FunctionType) -> list[Any]:
     cells = [cell.cell_contents for cell in fun.__closure__ or ()]
     return [*cells, *(fun.__defaults__ or ()), *(fun.__kwdefaults__ or {}).values()]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:  # An `__eq__` of the user's may raise anything.
-        return False
 
 
 def _same_pickle(a: Any, b: Any) -> bool:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from .. import _errors as errors
+from .._errors import BrokenPromise
+from .._locate._locate import NotLocated
 from .._locate._located import Located
-from .._program._promises import Broken
+from .._program._replay import MOST_ROUNDS
 from ._feedback import FeedBack
-from ._mismatch import Mismatch
+from ._judge import Mismatch
 
 
 UNREDUCED = "    Reduce it (jax.lax.psum, pmean), let a state's `reduce` do it, or name its axes in the spec."
@@ -21,11 +22,6 @@ ONE_DEVICE = "the function on one device"
 UNSHARDED = "the unsharded function"
 EMULATED = "what emulate gives"
 
-# The calls with other values than the given ones.
-GENERIC = "with generic values"
-LARGE = "with large values"
-NAN = "with one NaN"
-
 
 def not_equivalent(
     name: str, failed: Sequence[str], agreed: Sequence[str], fed_back: FeedBack | None
@@ -36,25 +32,25 @@ def not_equivalent(
     return AssertionError(head + "\n\n".join(failed) + good + chained)
 
 
-def failed_call(where: str, against: str, lines: Sequence[str]) -> str:
-    head = f"{where[0].upper()}{where[1:]}compared with {against}:"
+def failed_call(label: str, against: str, lines: Sequence[str]) -> str:
+    head = f"{label[0].upper()}{label[1:]}compared with {against}:"
     return "\n".join([head, *lines])
 
 
-def fails_too(where: str, count: int) -> str:
+def fails_too(label: str, count: int) -> str:
     """A line on a further mesh."""
-    return f"{where[0].upper()}{where[1:]}{_results(count)} off too."
+    return f"{label[0].upper()}{label[1:]}{_results(count)} off too."
 
 
-def located(found: Located, *, generic: bool) -> list[str]:
+def located(place: Located | NotLocated, *, generic: bool) -> list[str]:
     """Lines on the place in the program."""
-    lines = [f"  {line}" for line in str(found).splitlines()]
+    lines = [f"  {line}" for line in str(place).splitlines()]
     return ["  With generic values:", *lines] if generic else lines
 
 
 def results(shown: Sequence[Mismatch]) -> list[str]:
     """Lines on the results that are off, the largest differences first."""
-    lines = [_result(one) for one in shown[:MOST_RESULTS]]
+    lines = [_result(mismatch) for mismatch in shown[:MOST_RESULTS]]
     more = len(shown) - MOST_RESULTS
     return [*lines, f"  and {more} more."] if more > 0 else lines
 
@@ -63,54 +59,68 @@ def _results(count: int) -> str:
     return "1 result is" if count == 1 else f"{count} results are"
 
 
-def _result(one: Mismatch) -> str:
-    shape = ",".join(map(str, one.got.shape))
-    head = f"  - {one.leaf.path}: {one.leaf.dtype}[{shape}]"
-    if not one.same_shape:
-        return f"{head}, of shape {one.got.shape}, should be {one.want.shape}."
-    return f"{head}, {_off(one)}."
+def _result(mismatch: Mismatch) -> str:
+    shape = ",".join(map(str, mismatch.got.shape))
+    head = f"  - {mismatch.leaf.path}: {mismatch.leaf.dtype}[{shape}]"
+    if not mismatch.same_shape:
+        return f"{head}, of shape {mismatch.got.shape}, should be {mismatch.want.shape}."
+    return f"{head}, {_off(mismatch)}."
 
 
-def _off(one: Mismatch) -> str:
-    at = one.worst
-    got, want, allowed = one.got[at].item(), one.want[at].item(), float(one.allowed[at])
+def _off(mismatch: Mismatch) -> str:
+    at = mismatch.worst
+    got, want, allowed = (
+        mismatch.got[at].item(),
+        mismatch.want[at].item(),
+        float(mismatch.allowed[at]),
+    )
     index = f" at {list(at)}" if at else ""
     if not (math.isfinite(abs(got)) and math.isfinite(abs(want))):
         off = f"{_short(got)}{index}, should be {_short(want)}"
     else:
-        amount = float(one.deviation[at])
+        amount = float(mismatch.deviation[at])
         off = f"off by {amount:.4g}{index}, where it is {_short(got)} and should be {_short(want)}"
-    if not one.leaf.parts:
+    if not mismatch.leaf.parts:
         there = ""
-    elif len(one.shards) == len(one.leaf.parts):
+    elif len(mismatch.shards) == len(mismatch.leaf.parts):
         there = ", on every shard"
     else:
-        there = f", on shard {' and '.join(one.shards)}"
-    return f"{off}{there} ({_rounding(one, allowed)})"
+        there = f", on shard {' and '.join(mismatch.shards)}"
+    return f"{off}{there} ({_rounding(mismatch, allowed)})"
 
 
-def _rounding(one: Mismatch, allowed: float) -> str:
-    if one.want.dtype.kind in "biu" or not allowed:
+def _rounding(mismatch: Mismatch, allowed: float) -> str:
+    if mismatch.want.dtype.kind in "biu" or not allowed:
         return "none is allowed"
     # Rounded up coarsely, since more digits would pretend to more than is known.
-    double = one.rounding == "double"
+    double = mismatch.rounding == "double"
     coarse = 3 if double else 1
     power = math.ceil(math.log10(allowed) / coarse) * coarse
     return f"1e{power:+03d} would be rounding{' in double precision' if double else ''}"
 
 
-def broken_promises(found: Sequence[Broken]) -> list[str]:
+def broken_promises(promises: Sequence[BrokenPromise]) -> list[str]:
     """Lines on results that are promised to be the same on several shards, and differ."""
-    lines = [
-        errors.uneven_line(one.control, one.collectives, one.unequal)
-        if one.control
-        else errors.unequal_line(one.unequal).replace("(...).results", "(...)")
-        for one in found
-    ]
-    if not found:
-        return []
-    return [*lines, UNEVEN if found[0].control else UNREDUCED]
+    # The results of a call with its gradient are a part of what is traced.
+    lines = [str(promise).replace("(...).results", "(...)") for promise in promises]
+    return [*lines, UNEVEN if promises[0].control else UNREDUCED]
 
 
 def _short(x: object) -> str:
     return f"{x:.6g}" if isinstance(x, float | complex) else str(x)
+
+
+def unjudged(path: str) -> str:
+    return (
+        f"{path}: none of its numbers could be judged on some mesh, because rounding alone may change them "
+        "by more than a few per cent, so that what is computed is not tested. Look for a threshold, a tie or "
+        "a difference of nearly equal numbers before it, and give arguments that stay clear of these."
+    )
+
+
+def unended(line: str, label: str) -> str:
+    return (
+        f"The `while_loop` at {line} was stopped after {MOST_ROUNDS:,} rounds {label}, so that these calls "
+        "are not compared on devices, where it may run for ever. Give it a largest number of rounds, and a "
+        "tolerance that is relative to its numbers."
+    )

@@ -3,41 +3,61 @@
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import hypothesis
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import _errors as errors
-from .._program._arithmetic import is_inexact
 from .._program._doubled import widened
-from .._program._trace import is_array_or_type
+from .._program._numbers import is_inexact
+from .._program._trace import is_array_or_type, is_number_or_type
 from .._types import Fun, PyTree, tree_util
 from . import _report as report
 from ._environment import environment, held_by
 from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
 from ._form import form_differences
-from ._gradients import Selection, differentiable, gradient_paths, learns, results_of, selection
-from ._leaves import Leaf, is_number_or_type, leaves_of
-from ._programs import OnMesh, Programs, Unsharded, unsharded_programs
-from ._reference import Args, Plain, Traced
-from ._untested import Made, left_out, never_finite, untested
+from ._judge import Leaf, leaves_of
+from ._programs import (
+    Args,
+    FunctionOnMesh,
+    Programs,
+    Reference,
+    Selection,
+    differentiable,
+    gradient_paths,
+    inexact_leaves,
+    kept,
+    learns,
+    results_of,
+    unsharded_reference,
+)
+from ._untested import CallsMade, left_out, never_finite, untested
 
-
-Reference: TypeAlias = Traced | Plain
 
 # The number of calls in a row, where something is fed back.
 DEFAULT_STEPS = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What the caller of `assert_equivalent` asked for, under the names of its arguments."""
+@dataclasses.dataclass
+class Subject:
+    """A function, prepared to be checked.
+
+    **Arguments:** what the caller of `assert_equivalent` asked for, under the names of its arguments.
+
+    **Attributes:**
+
+    - `form`: the results with types in the place of arrays.
+    - `feed_back`: what of the results the next call gets.
+    - `in_a_row`: the number of calls in a row.
+    - `left_out`: the numbers of the arrays of the results that are not compared.
+    - `selected`: what is differentiated.
+    - `paths`, `count`: the paths of the results and of the gradient; how many of them are results.
+    """
 
     name: str
     args: Args
-    meshes: Sequence[OnMesh]
+    meshes: Sequence[FunctionOnMesh]
     unsharded: Fun | Literal[False] | None
     steps: int | None
     gradients: bool | None
@@ -46,114 +66,94 @@ class Asked:
     leave_out: Any
     keep: Collection[str]
 
-
-class Subject:
-    """A function, prepared to be checked.
-
-    **Attributes:**
-
-    - `form`: the results with types in the place of arrays.
-    - `feed_back`: what of the results the next call gets.
-    - `steps`: the number of calls in a row.
-    - `left_out`: the numbers of the arrays of the results that are not compared.
-    - `selected`: what is differentiated.
-    - `paths`, `count`: the paths of the results and of the gradient; how many of them are results.
-    """
-
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.types = widened(asked.args).types
-        self._plain = self._plain_function()
-        first = asked.meshes[0]
-        with self.noting(first.where):
-            self._forward = first.programs(Selection()).doubled
-            self.form = form = self._forward.form(self.types)
-        self.feed_back = self._feed_back(first, form)
-        self.steps = asked.steps or (DEFAULT_STEPS if self.feed_back else 1)
-        numbers = self._array_numbers()
-        self._without = left_out(asked.name, form, asked.leave_out)
-        self.left_out = {numbers[k] for k in self._without if k in numbers}
-        self.selected = self._selection(form)
-        results = [leaf.path for leaf in leaves_of(f"{asked.name}(...)", form)]
+    def __post_init__(self) -> None:
+        self.types = widened(self.args).types
+        first = self.meshes[0]
+        self._plain = self._plain_reference()
+        with self.noting(first.label):
+            self._call = first.programs(Selection()).doubled.of(self.types)
+            self.form = self._call.trace.form
+        self.feed_back = self._feed_back(first)
+        self.in_a_row = self.steps or (DEFAULT_STEPS if self.feed_back else 1)
+        leaves = tree_util.tree_leaves(self.form)
+        arrays = [k for k, x in enumerate(leaves) if is_number_or_type(x)]
+        # For each leaf of the results that is an array, its number among the arrays.
+        self._numbers = {leaf: number for number, leaf in enumerate(arrays)}
+        self._without = left_out(self.name, self.form, self.leave_out)
+        self.left_out = {self._numbers[k] for k in self._without if k in self._numbers}
+        self.selected = self._selection(first)
+        self._reference = self._plain or self._function_as_reference(self.selected)
+        results = [leaf.path for leaf in leaves_of(f"{self.name}(...)", self.form)]
         self.count = len(results)
         self.paths = results + gradient_paths(self.types, self.selected)
-        self._references: dict[int, Reference] = {}
 
-    def _feed_back(self, one: OnMesh, form: PyTree) -> FeedBack:
+    def _feed_back(self, first: FunctionOnMesh) -> FeedBack:
         args, kwargs = self.types
         ins: list[LeafSpec] | None = None
         outs: list[LeafSpec] | None = None
-        if one.specs is not None:
+        if first.specs is not None:
             # Keyword arguments are replicated.
             by_keyword = [PartitionSpec()] * len(tree_util.tree_leaves(kwargs))
-            ins = [*leaf_specs(one.specs[0], args), *by_keyword]
-            outs = leaf_specs(one.specs[1], form)
-        name, named = self.asked.name, self.asked.fed_back
-        return find(args, kwargs, form, named, name=name, in_specs=ins, out_specs=outs)
+            ins = [*leaf_specs(first.specs["in_specs"], args), *by_keyword]
+            outs = leaf_specs(first.specs["out_specs"], self.form)
+        named = self.fed_back
+        return find(args, kwargs, self.form, named, name=self.name, in_specs=ins, out_specs=outs)
 
-    def _plain_function(self) -> Plain | None:
+    def _plain_reference(self) -> Reference | None:
         """The unsharded function that was given, if JAX cannot trace it."""
-        given = self.asked.unsharded
-        if given is None or given is False:
+        reference = self._function_as_reference(Selection())
+        if reference is None:
             return None
         try:
-            self._unsharded(given, Selection()).doubled.form(self.types)
+            reference.form(self.types, self.args)
         except Exception:  # A function of NumPy refuses what JAX traces with in many ways.
-            return Plain(given)
+            assert callable(self.unsharded)
+            return Reference(report.UNSHARDED, self.unsharded)
         return None
 
-    def _unsharded(self, given: Fun, chosen: Selection) -> Unsharded:
-        return unsharded_programs(given, environment(given, *held_by(self.asked.args)), chosen)
+    def _function_as_reference(self, selected: Selection) -> Reference | None:
+        """The unsharded function that was given, if one was."""
+        if not callable(self.unsharded):
+            return None
+        key = environment(self.unsharded, *held_by(self.args))
+        return kept(key, unsharded_reference, report.UNSHARDED, self.unsharded, selected)
 
-    def _selection(self, form: PyTree) -> Selection:
-        asked = self.asked
-        if asked.gradients is False or self._plain is not None:
+    def _selection(self, first: FunctionOnMesh) -> Selection:
+        if self.gradients is False or self._plain is not None:
             return Selection()
-        if asked.gradients is None and learns(self.types, self._is_written):
+        if self.gradients is None and learns(self.types, self._is_written):
             return Selection()
-        chosen = selection(self.types, form)
-        first = asked.meshes[0]
-        with self.noting(f"for the gradient {first.where}", errors.NOTE_GRADIENT):
-            traced = lambda some: first.programs(some).doubled.form(self.types)
+        chosen = Selection(inexact_leaves(self.form), inexact_leaves(self.types))
+        note = "Give gradients=False where a function has none."
+        with self.noting(f"for the gradient {first.label}", note):
+            traced = lambda some: first.programs(some).doubled.of(self.types)
             return differentiable(chosen, traced) if chosen else Selection()
 
     def _is_written(self, argument: int) -> bool:
         """Whether a call gives a new value for a leaf of the arguments, by its number."""
         result = dict(self.feed_back.numbers).get(argument)
-        return result is not None and not self._forward.is_untouched(self.types, argument, result)
+        return result is not None and not self._call.is_untouched(self.types, argument, result)
 
     @property
     def constant(self) -> tuple[str, ...]:
         """The paths of the results that have no derivative."""
         flat, _ = tree_util.tree_flatten_with_path(self.form)
         keys = (flat[k][0] for k in self.selected.constant)
-        return tuple(f"{self.asked.name}(...){jax.tree_util.keystr(key)}" for key in keys)
+        return tuple(f"{self.name}(...){jax.tree_util.keystr(key)}" for key in keys)
 
-    def reference(self, one: OnMesh) -> Reference:
+    def reference(self, on_mesh: FunctionOnMesh) -> Reference:
         """What the calls on a mesh are compared with."""
-        given = self.asked.unsharded
+        if self._reference is not None:
+            return self._reference
+        if self.unsharded is None:
+            return self.programs(self.meshes[0]).unsharded
         # Where results depend on the mesh, each mesh has a reference of its own.
-        key = id(one) if given is False else 0
-        if key not in self._references:
-            self._references[key] = self._reference(one)
-        return self._references[key]
+        programs = self.programs(on_mesh)
+        return Reference(report.EMULATED, programs.jitted, programs.doubled)
 
-    def _reference(self, one: OnMesh) -> Reference:
-        given = self.asked.unsharded
-        if self._plain is not None:
-            return self._plain
-        if given is False:
-            programs = self.programs(one)
-            return Traced(report.EMULATED, programs.doubled, programs.jitted)
-        if given is None:
-            what, found = report.ONE_DEVICE, self.programs(self.asked.meshes[0]).unsharded
-        else:
-            what, found = report.UNSHARDED, self._unsharded(given, self.selected)
-        return Traced(what, found.doubled, found.compiled)
-
-    def programs(self, one: OnMesh) -> Programs:
+    def programs(self, on_mesh: FunctionOnMesh) -> Programs:
         """The programs on a mesh that give the results and the gradient."""
-        return one.programs(self.selected)
+        return on_mesh.programs(self.selected)
 
     def feed(self, args: Args, results: PyTree) -> Args:
         """The arguments of the next call."""
@@ -161,45 +161,44 @@ class Subject:
 
     def leaves(self, results: PyTree) -> list[Leaf]:
         """The arrays of the results, and of the gradient if it is there, with their paths."""
-        found = zip(leaves_of("", results), self.paths, strict=False)
-        return [dataclasses.replace(leaf, path=path) for leaf, path in found]
+        pairs = zip(leaves_of("", results), self.paths, strict=False)
+        return [dataclasses.replace(leaf, path=path) for leaf, path in pairs]
 
-    def untested(self, calls: Sequence[Made]) -> list[str]:
+    def untested(self, calls: CallsMade) -> list[str]:
         """What the calls have not tested, in words."""
         # The other examples of a property have other meshes.
         one_of_many = hypothesis.currently_in_test_context()
-        sizes = [] if one_of_many else [dict(one.mesh.shape) for one in self.asked.meshes]
-        drawn = self._forward.drawn(self.types)
-        found = untested(calls, self.feed_back, sizes, drawn, self.asked.steps, self._without)
-        return found + never_finite([self.leaves(result) for _, result in calls], self.left_out)
+        sizes = [] if one_of_many else [dict(on_mesh.mesh.shape) for on_mesh in self.meshes]
+        drawn = self._call.drawn(self.types)
+        leaves = [self.leaves(result) for _, result in calls]
+        return [
+            *untested(calls, self.feed_back, sizes, drawn, self.steps, self._without),
+            *never_finite(leaves, self.left_out),
+        ]
 
     @property
     def exact(self) -> set[int]:
         """The numbers of the arrays of the results that are computed without floats."""
-        given = [x for x in tree_util.tree_leaves(self.types) if is_array_or_type(x)]
-        at, floats = self._array_numbers(), [is_inexact(x.dtype) for x in given]
+        inputs = [x for x in tree_util.tree_leaves(self.types) if is_array_or_type(x)]
         leaves = [k for k, x in enumerate(tree_util.tree_leaves(self.form)) if is_array_or_type(x)]
-        sources = self._forward.sources(self.types)
-        pairs = zip(leaves, sources, strict=True)
-        return {at[k] for k, of in pairs if not any(floats[source] for source in of)}
-
-    def _array_numbers(self) -> dict[int, int]:
-        """For each leaf of the results that is an array, its number among the arrays."""
-        leaves = tree_util.tree_leaves(self.form)
-        found = [k for k, x in enumerate(leaves) if is_number_or_type(x)]
-        return {leaf: number for number, leaf in enumerate(found)}
+        return {
+            self._numbers[k]
+            for k, sources in zip(leaves, self._call.sources, strict=True)
+            if not any(is_inexact(inputs[source].dtype) for source in sources)
+        }
 
     def other_form(self, results: PyTree, right: PyTree) -> list[str]:
-        """What differs from the reference in structure, dtypes or static values."""
-        name, dtypes = f"{self.asked.name}(...)", self._plain is None
-        return form_differences(name, results_of(results), results_of(right), dtypes=dtypes)
+        """Lines on what differs from the reference in structure, dtypes or static values."""
+        name, dtypes = f"{self.name}(...)", self._plain is None
+        lines = form_differences(name, results_of(results), results_of(right), dtypes=dtypes)
+        return [f"  - {line}." for line in lines]
 
     @contextlib.contextmanager
-    def noting(self, where: str, *notes: str) -> Iterator[None]:
+    def noting(self, label: str, *notes: str) -> Iterator[None]:
         """Add a note to an error of the function that says where the function was called."""
         try:
             yield
         except Exception as error:
-            for note in (errors.note_where(self.asked.name, where), *notes):
+            for note in (f"While assert_equivalent called `{self.name}` {label}.", *notes):
                 error.add_note(note)
             raise

@@ -1,8 +1,7 @@
 """What a check that passed has not tested, and what it is asked to leave out."""
 
-import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -10,16 +9,14 @@ import numpy as np
 
 import statemesh as sm
 
-from .. import _errors as errors
+from .._program._numbers import data_of, equal, is_key
 from .._types import AnyLeaf, PyTree
-from . import _untested_words as words
-from ._feedback import FeedBack
-from ._leaves import Leaf
-from ._parts import Forms, is_key, parts_of
+from ._feedback import FeedBack, Subtree, parts_of, path_of
+from ._judge import Leaf
 
 
-# The positional and keyword arguments of a call, and its result.
-Made: TypeAlias = tuple[tuple[tuple[PyTree, ...], Mapping[str, PyTree]], PyTree]
+# The positional and keyword arguments of each call, and its result.
+CallsMade: TypeAlias = list[tuple[tuple[tuple[PyTree, ...], Mapping[str, PyTree]], PyTree]]
 
 
 class UntestedWarning(UserWarning):
@@ -45,13 +42,13 @@ class UntestedWarning(UserWarning):
 
 
 def untested(
-    calls: Sequence[Made],
+    calls: CallsMade,
     feedback: FeedBack,
     sizes: Sequence[Mapping[Hashable, int]],
     drawn: Collection[int],
     steps: int | None = None,
     without: Collection[int] = (),
-) -> list[str]:
+) -> Iterator[str]:
     """What the calls have not tested.
 
     - A state that came back as it went in from every call. Parameters, other `LongTermState`s except
@@ -72,39 +69,56 @@ def untested(
 
     **Returns:** a sentence for each, for an `UntestedWarning`.
     """
-    found = []
-    if sizes and all(math.prod(one.values()) == 1 for one in sizes):
-        found.append(words.one_device())
+    if sizes and all(math.prod(mesh.values()) == 1 for mesh in sizes):
+        yield (
+            "Every mesh has one device, so nothing is compared between shards. Give a mesh of several, such "
+            'as meshes=[{"data": 4}].'
+        )
     if steps is not None and steps > 1 and not feedback:
-        found.append(words.nothing_fed_back(steps))
-    arguments = [jax.tree.leaves(given) for given, _ in calls]
+        yield (
+            f"steps={steps}, but nothing that a call returns fits its arguments, so that every call gets the "
+            'same. Name what the next call gets, as in fed_back={"args[0]": "[1]"}, or give steps=1.'
+        )
+    arguments = [jax.tree.leaves(args) for args, _ in calls]
     results = [jax.tree.leaves(result) for _, result in calls]
     returned = dict(feedback.numbers)
 
     def unchanged(numbers: Sequence[int]) -> bool:
         """Whether these leaves of the arguments come back, always as they were."""
         return all(
-            number in returned and _same(given[number], result[returned[number]])
-            for given, result in zip(arguments, results, strict=True)
+            number in returned and _same(before[number], after[returned[number]])
+            for before, after in zip(arguments, results, strict=True)
             for number in numbers
         )
 
+    draws_again = (
+        "every call draws the same. Return what the draw returns: `key, rng = rng.split()`."
+    )
     for path, node, numbers in _states_and_keys(calls[0][0]):
         if isinstance(node, sm.RandomState) or is_key(node):
             if not set(numbers) & set(drawn):
                 continue
             if unchanged(numbers):
-                found.append(words.same_key(path))
+                yield (
+                    f"{path}: random numbers are drawn from it, and it comes back as it went in, so that "
+                    f"{draws_again}"
+                )
             elif sm.is_state(node) and not set(numbers) <= set(returned):
-                found.append(words.key_not_returned(path))
+                yield (
+                    f"{path}: random numbers are drawn from this RandomState, and the next call does not get "
+                    f"the new one, so that {draws_again}"
+                )
         elif {returned.get(number) for number in numbers} & set(without):
             continue
         elif numbers and _is_written(node) and unchanged(numbers):
-            found.append(words.never_changed(path, type(node).__name__))
-    return found
+            yield (
+                f"{path}: no call changed this {type(node).__name__}, so that writing it is not tested. If "
+                "the function writes it, return the new one; if it only reads it, name it in leave_out, or "
+                "make it a LongTermState."
+            )
 
 
-def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ()) -> list[str]:
+def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ()) -> Iterator[str]:
     """Which arrays of the results hold nothing but NaN and infinities.
 
     **Arguments:**
@@ -114,26 +128,24 @@ def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ())
 
     **Returns:** a sentence for each, for an `UntestedWarning`.
     """
-    return [
-        words.never_finite(of[0].path)
-        for number, of in enumerate(zip(*calls, strict=True))
-        if number not in without
-        and of[0].value.size
-        and not any(np.isfinite(one.value).any() for one in of)
-    ]
+    for number, same in enumerate(zip(*calls, strict=True)):
+        finite = any(np.isfinite(leaf.value).any() for leaf in same)
+        if number not in without and same[0].value.size and not finite:
+            yield (
+                f"{same[0].path}: no call gave a finite number here, and NaN agrees with NaN, so that what "
+                "is computed is not tested. Give arguments for which it is finite."
+            )
 
 
-def _states_and_keys(given: PyTree) -> Iterator[tuple[str, PyTree, Sequence[int]]]:
+def _states_and_keys(args: PyTree) -> Iterator[tuple[str, PyTree, Sequence[int]]]:
     """The states and the bare keys of arguments, with their paths and the numbers of their leaves."""
     end = 0
-    for part in parts_of(given, Forms()):
+    for part in parts_of(args):
         if part.leaves.start < end:
             continue  # It is in the state before.
         if sm.is_state(part.node) or is_key(part.node):
             end = part.leaves.stop
-            root = ("args", "kwargs")[part.keys[0].idx]
-            path = root + str(jax.tree_util.keystr(part.keys[1:]))
-            yield path, part.node, part.leaves
+            yield path_of(part.keys), part.node, part.leaves
 
 
 def _is_written(state: sm.State) -> bool:
@@ -144,10 +156,8 @@ def _is_written(state: sm.State) -> bool:
 def _same(a: AnyLeaf, b: AnyLeaf) -> bool:
     if a is b:
         return True
-    if is_key(a) and is_key(b):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
-    a, b = np.asarray(a), np.asarray(b)
-    return bool(a.shape == b.shape and np.all((a == b) | ((a != a) & (b != b))))
+    a, b = np.asarray(data_of(a)), np.asarray(data_of(b))
+    return bool(a.shape == b.shape and np.all(equal(a, b)))
 
 
 def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
@@ -166,36 +176,26 @@ def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
     if leave_out is None or leave_out is False or isinstance(leave_out, sm.filters.Nothing):
         return frozenset()
     if isinstance(leave_out, list | tuple):
-        return frozenset().union(*(left_out(name, result, one) for one in leave_out))
-    parts = parts_of(result, Forms())
+        return frozenset().union(*(left_out(name, result, entry) for entry in leave_out))
+    parts = parts_of(result)
     states = [part for part in parts if sm.is_state(part.node)]
     if isinstance(leave_out, str) and (not leave_out or set(leave_out) & set(".[(")):
         path = leave_out.removeprefix(f"{name}(...)").replace('"', "'")
-        found = [part.leaves for part in parts if part.path == path]
+        hits = [part.leaves for part in parts if part.path == path]
     else:
-        hits = _predicates(leave_out, result)
-        found = [part.leaves for part in states if any(hit(part) for hit in hits)]
-    if not found and leave_out not in (..., True):
-        paths = [f"{name}(...){part.path}" for part in states]
-        raise errors.leave_out_unknown(leave_out, paths)
-    return frozenset(number for leaves in found for number in leaves)
+        several = type(result) in (tuple, list)
+        sees_all = sm.filters.to_predicate(leave_out, result)
+        sees_one = [sm.filters.to_predicate(leave_out, x) for x in result] if several else []
 
+        def is_hit(part: Subtree) -> bool:
+            inside = sees_one[part.keys[0].idx] if several and part.keys else None
+            return bool(
+                sees_all(part.keys, part.node) or (inside and inside(part.keys[1:], part.node))
+            )
 
-def _predicates(given: Any, result: PyTree) -> list[Callable[[Any], bool]]:
-    """A filter as it sees the whole result, and as it sees each of several results."""
-
-    def below(depth: int, predicate: Callable[[Any, Any], bool], part: Any) -> bool:
-        return bool(predicate(part.keys[depth:], part.node))
-
-    found: list[Callable[[Any], bool]]
-    found = [functools.partial(below, 0, sm.filters.to_predicate(given, result))]
-    if type(result) in (tuple, list):
-        for k, one in enumerate(result):
-            predicate = sm.filters.to_predicate(given, one)
-            inside = functools.partial(below, 1, predicate)
-            found.append(functools.partial(_of_result, k, inside))
-    return found
-
-
-def _of_result(number: int, hit: Callable[[Any], bool], part: Any) -> bool:
-    return bool(part.keys) and part.keys[0].idx == number and hit(part)
+        hits = [part.leaves for part in states if is_hit(part)]
+    if not hits and leave_out not in (..., True):
+        paths = ", ".join(f"{name}(...){part.path}" for part in states)
+        listed = f"The states are {paths}." if paths else "There are no states in it."
+        raise sm.StructureError(f"leave_out: {leave_out!r} names nothing in the result. {listed}")
+    return frozenset(number for leaves in hits for number in leaves)

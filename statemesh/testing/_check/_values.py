@@ -1,5 +1,6 @@
-"""Other values for the same arguments: generic ones, large ones, and NaN on one shard."""
+"""Other values for the same arguments: generic, large, with NaN on one shard, or read from a file."""
 
+import io
 from collections.abc import Callable, Collection
 
 import equinox as eqx
@@ -9,8 +10,10 @@ import numpy as np
 
 import statemesh as sm
 
-from .._program._one_device import on_one_device
+from .._program._numbers import data_of, is_key
+from .._program._trace import on_one_device
 from .._types import AnyLeaf, PyTree, tree_util
+from ._feedback import is_within, path_of
 
 
 # Makes another array of the same shape and dtype.
@@ -30,20 +33,20 @@ def generic(args: PyTree, kept: Collection[str]) -> PyTree:
     - `args`: the tuple of the positional arguments and the dictionary of the others.
     - `kept`: the paths of arguments, or of parts of them, that keep their values.
     """
-    return _made(args, kept, _generic, in_states=True)
+    return _changed(args, kept, _generic, in_states=True)
 
 
 def large(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays outside of States are as large as float16 can hold."""
-    return _made(generic(args, kept), kept, _large, in_states=False)
+    return _changed(generic(args, kept), kept, _large, in_states=False)
 
 
 def one_nan(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has."""
-    return _made(generic(args, kept), kept, _one_nan, in_states=False)
+    return _changed(generic(args, kept), kept, _one_nan, in_states=False)
 
 
-def _made(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
+def _changed(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
     random = np.random.default_rng(1)
     is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
     above = [
@@ -52,22 +55,12 @@ def _made(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -
         for _ in tree_util.tree_leaves(node)
     ]
     flat, treedef = tree_util.tree_flatten_with_path(args)
-    made = []
+    leaves = []
     for (keys, x), hit in zip(flat, above, strict=True):
         is_kept = any(is_within(path_of(keys), path) for path in kept)
-        known = eqx.is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        made.append(make(random, x) if hit and known and not is_kept else x)
-    return treedef.unflatten(made)
-
-
-def path_of(keys: tuple[AnyLeaf, ...]) -> str:
-    """The path of an argument as the user would type it, from its path in the pair of all arguments."""
-    return f"{('args', 'kwargs')[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}"
-
-
-def is_within(path: str, outer: str) -> bool:
-    """Whether a path leads to a tree, or to a part of it."""
-    return path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
+        known = eqx.is_array(x) and not is_key(x)
+        leaves.append(make(random, x) if hit and known and not is_kept else x)
+    return treedef.unflatten(leaves)
 
 
 def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
@@ -79,22 +72,22 @@ def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
         if not x.shape:
             return x
         least, largest = int(value.min(initial=0)), int(value.max(initial=0))
-        made = random.integers(least, max(largest, least + 1) + 1, x.shape)
-        return jnp.asarray(made.astype(value.dtype))
+        drawn = random.integers(least, max(largest, least + 1) + 1, x.shape)
+        return jnp.asarray(drawn.astype(value.dtype))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        made = random.normal(size=x.shape) + 1j * random.normal(size=x.shape)
-        return jnp.asarray(made.astype(value.dtype))
+        drawn = random.normal(size=x.shape) + 1j * random.normal(size=x.shape)
+        return jnp.asarray(drawn.astype(value.dtype))
     wide = np.where(np.isfinite(value.astype(np.float64)), value, 0.0).astype(np.float64)
-    made = random.uniform(-1, 1, x.shape) * (np.abs(wide).max(initial=0.0) or 1.0)
+    drawn = random.uniform(-1, 1, x.shape) * (np.abs(wide).max(initial=0.0) or 1.0)
     # Values that are never negative, such as variances and counts, stay so.
-    return jnp.asarray((np.abs(made) if wide.min(initial=0.0) >= 0 else made).astype(value.dtype))
+    return jnp.asarray((np.abs(drawn) if wide.min(initial=0.0) >= 0 else drawn).astype(value.dtype))
 
 
 def _large(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    made = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
-    return jnp.asarray(made.astype(x.dtype))
+    drawn = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
+    return jnp.asarray(drawn.astype(x.dtype))
 
 
 def _one_nan(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
@@ -119,3 +112,20 @@ def _as_array(x: AnyLeaf) -> AnyLeaf:
         return jnp.asarray(x)
     x = on_one_device(x)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def saved(tree: PyTree) -> PyTree:
+    """A tree whose arrays were written to a file and read from it."""
+    return jax.tree.map(lambda x: _through_file(x) if eqx.is_array(x) else x, tree)
+
+
+def _through_file(x: jax.Array) -> jax.Array:
+    file = io.BytesIO()
+    data = np.asarray(data_of(x))
+    # As bytes: the format of NumPy does not know bfloat16 and the like.
+    np.save(file, data.reshape(-1).view(np.uint8))
+    file.seek(0)
+    loaded = np.load(file).view(data.dtype).reshape(data.shape)
+    if is_key(x):
+        return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
+    return jnp.asarray(loaded)

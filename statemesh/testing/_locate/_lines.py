@@ -1,30 +1,12 @@
 """The line of the user's code that an equation comes from."""
 
 import dataclasses
-import functools
 import linecache
-import os
-import site
-import sysconfig
 from collections.abc import Iterator
 from typing import Any
 
-import statemesh as sm
-
+from .._libraries import OWN_FOLDER, is_library, shown
 from .._program._jaxprs import Equation
-
-
-# Files under these folders are not the user's.
-_OWN = os.path.dirname(str(sm.__file__)) + os.sep
-_LIBRARIES = tuple(
-    {
-        _OWN,
-        *(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib")),
-        *(folder + os.sep for folder in site.getsitepackages()),
-    }
-)
-# Code without a file: what decorators and imports generate.
-_GENERATED = ("<@", "<frozen", "<string>")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -44,13 +26,7 @@ class Line:
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.number}"
-
-
-@functools.cache
-def is_library(file: str) -> bool:
-    """Whether a file belongs to a library, so that the line that a user wants is the one that called it."""
-    return file.startswith(_GENERATED) or file.startswith(_LIBRARIES)
+        return f"{shown(self.file)}:{self.number}"
 
 
 def line_of(eqn: Equation) -> Line | None:
@@ -75,7 +51,7 @@ def by_statemesh(eqn: Equation) -> bool:
     """Whether code of statemesh stands between the user's line and an equation."""
     traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if frame.file_name.startswith(_OWN):
+        if frame.file_name.startswith(OWN_FOLDER):
             return True
         if not is_library(frame.file_name):
             return False

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,18 +12,21 @@ import numpy as np
 import statemesh as sm
 
 from .. import _errors as errors
-from .._program._arithmetic import is_inexact, promoted
 from .._program._doubled import widened
-from .._program._one_device import NO_MESH, on_one_device
-from .._program._stacked import Scope, Stacked
-from .._program._trace import Trace, is_array_or_type, trace
+from .._program._numbers import is_inexact, promoted
+from .._program._stacked import Scope
+from .._program._trace import NO_MESH, Trace, is_array_or_type, on_one_device, trace
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from . import _words as words
-from ._comparison import Comparison
-from ._flat import flat
+from ._compare import compare
+from ._evaluate import Evaluator, in_numpy
+from ._graph import graph_of
 from ._located import Located, Place
-from ._rank import places
-from ._specs import wrong_specs
+from ._rank import MOST_PLACES, places, wrong_specs
+
+
+# Whether a report raises a failure of `locate` instead of telling it; our tests set this.
+RAISE_FAILURES = False
 
 
 def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Located | None:
@@ -71,104 +75,122 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
 
 
 def located(
-    mapped: Fun, reference: Fun, args: Sequence[PyTree], kwargs: PyTree = None
+    mapped: Fun,
+    reference: Fun,
+    args: Sequence[PyTree],
+    kwargs: PyTree = None,
+    *,
+    results: bool = True,
+    gradient: bool = True,
 ) -> Located | None:
-    """`locate` for any two functions of the same arguments, of which the second is right."""
-    given = tuple(args), kwargs or {}
-    found = _compared(mapped, reference, given)
-    if found is None and any(map(eqx.is_inexact_array, jax.tree.leaves(given))):
-        found = located_in_gradient(mapped, reference, args, kwargs)
-    return found
+    """`locate` for any two functions of the same arguments, of which the second is right.
+
+    **Arguments:**
+
+    - `results`: whether the results are compared.
+    - `gradient`: whether the derivatives are compared where the results agree.
+    """
+    call = tuple(args), kwargs or {}
+    lines = _compared(mapped, reference, call) if results else None
+    if lines is None and gradient and any(map(eqx.is_inexact_array, jax.tree.leaves(call))):
+        lines = _compared(_gradient(mapped), _gradient(reference), call, narrow=False)
+        lines = None if lines is None else dataclasses.replace(lines, gradient=True)
+    return lines
 
 
-def located_in_gradient(
-    mapped: Fun, reference: Fun, args: Sequence[PyTree], kwargs: PyTree = None
-) -> Located | None:
-    """`located` for the gradient of a weighted sum of all results."""
-    given = tuple(args), kwargs or {}
-    found = _compared(_Gradient(mapped), _Gradient(reference), given, narrow=False)
-    return None if found is None else dataclasses.replace(found, gradient=True)
+@dataclasses.dataclass(frozen=True)
+class NotLocated:
+    """What a report says in the place of the line where `locate` itself has failed."""
+
+    error: Exception
+
+    def __str__(self) -> str:
+        text = " ".join(str(self.error).split())
+        return f"No line is named, because locate failed: {type(self.error).__name__}: {text}"
 
 
-class _Gradient:
-    """The gradient of a call, by every inexact array."""
+def located_or_why(*args: Any, **kwargs: Any) -> Located | NotLocated | None:
+    """`located` for a report, which must not end in an error of its own.
 
-    def __init__(self, call: Fun) -> None:
-        self._call = call
-        self.__name__ = getattr(call, "__name__", type(call).__name__)
+    It takes the same arguments. A failure is a bug of `locate`: the report says it, and our tests raise it.
+    """
+    try:
+        return located(*args, **kwargs)
+    except Exception as error:
+        if RAISE_FAILURES:
+            raise
+        return NotLocated(error)
 
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+
+def _gradient(call: Fun) -> Fun:
+    """The gradient, by every inexact array, of a weighted sum of all results of a call."""
+
+    def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
         inexact, rest = eqx.partition((args, kwargs), _is_inexact)
 
         def results(inexact: PyTree) -> list[jax.Array]:
             args, kwargs = eqx.combine(inexact, rest)
-            found = jax.tree.leaves(self._call(*args, **kwargs))
-            return [x for x in found if _is_inexact(x)]
+            return [x for x in jax.tree.leaves(call(*args, **kwargs)) if _is_inexact(x)]
 
-        made, pull = jax.vjp(results, inexact)
-        return pull([_weights(x) for x in made])[0]
+        values, pull = jax.vjp(results, inexact)
+        # A weight for each number of a result, so that none cancels another.
+        weights = [jnp.asarray(np.cos(np.arange(x.size)).reshape(x.shape), x.dtype) for x in values]
+        return pull(weights)[0]
+
+    gradient.__name__ = getattr(call, "__name__", type(call).__name__)
+    return gradient
 
 
 def _is_inexact(x: AnyLeaf) -> bool:
     return is_array_or_type(x) and is_inexact(x.dtype)
 
 
-def _weights(x: jax.Array) -> jax.Array:
-    """A weight for each number of a result, so that none cancels another."""
-    return jnp.asarray(np.cos(np.arange(x.size)).reshape(x.shape), x.dtype)
-
-
-def _compared(mapped: Fun, reference: Fun, given: PyTree, *, narrow: bool = True) -> Located | None:
+def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True) -> Located | None:
     """Where two calls differ in double precision, or else in the dtypes of the program."""
-    arrays = jax.tree.map(lambda x: jnp.asarray(x) if _is_traced(x) else x, given)
+    arrays = jax.tree.map(lambda x: jnp.asarray(x) if _is_traced(x) else x, call)
     leaves, treedef = tree_util.tree_flatten(arrays)
     traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
     if len(traces[0].paths) != len(traces[1].paths):
-        raise errors.other_leaves(*(one.paths for one in traces))
-    paths = _paths_of_arrays(given)
-    found = _places(traces, paths, widened(arrays).values, wide=True)
-    if found is None and narrow and any(map(_is_narrow, leaves)):
-        found = _places(traces, paths, jax.tree.map(on_one_device, arrays), wide=False)
-        return None if found is None else dataclasses.replace(found, rounding=True)
-    return found
+        raise errors.other_leaves(*(traced.paths for traced in traces))
+    paths = _paths_of_arrays(call)
+    lines = _places(traces, paths, widened(arrays).values, wide=True)
+    if lines is None and narrow and any(map(_is_narrow, leaves)):
+        lines = _places(traces, paths, jax.tree.map(on_one_device, arrays), wide=False)
+        return None if lines is None else dataclasses.replace(lines, rounding=True)
+    return lines
 
 
-def _paths_of_arrays(given: PyTree) -> list[str]:
+def _paths_of_arrays(call: PyTree) -> list[str]:
     """What a user would type for each array of the arguments."""
-    flat, _ = tree_util.tree_flatten_with_path(given)
+    leaves, _ = tree_util.tree_flatten_with_path(call)
     names = ("args", "kwargs")
     return [
         names[path[0].idx] + jax.tree_util.keystr(path[1:])
-        for path, x in flat
+        for path, x in leaves
         if is_array_or_type(x) or _is_traced(x)
     ]
 
 
 def _places(
-    traces: Sequence[Trace], arguments: Sequence[str], given: PyTree, *, wide: bool
+    traces: Sequence[Trace], arguments: Sequence[str], call: PyTree, *, wide: bool
 ) -> Located | None:
-    values = [Stacked(x) for x in jax.tree.leaves(given) if is_array_or_type(x)]
-    mesh, one = (flat(traced.closed, Scope()) for traced in traces)
-    inputs = [dict(zip(program.inputs, values, strict=True)) for program in (mesh, one)]
+    """Where two traced calls differ, by what speaks for it: specs, then lines, then the result itself."""
+    inputs = [in_numpy(x) for x in jax.tree.leaves(call) if is_array_or_type(x)]
+    mesh, single = (Evaluator(graph_of(traced.closed, Scope()), wide) for traced in traces)
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-        found = Comparison(mesh, one, Scope(), (inputs[0], inputs[1]), wide)
-        if all(result.right for result in found.results):
+        comparison = compare((mesh, single), Scope(), (inputs, inputs))
+        number = next((k for k, x in enumerate(comparison.results) if not x.right), None)
+        if number is None:
             return None
-        chosen = wrong_specs(found, traces[0].paths, arguments)
-        cause = None
-        if not chosen:
-            chosen, cause = places(found)
-    if not chosen:
-        # No line of the user's makes them.
-        wrong = (k for k, result in enumerate(found.results) if not result.right)
-        number = next(wrong)
-        result = found.results[number]
+        likeliest, reason = wrong_specs(comparison, traces[0].paths, arguments), None
+        if not likeliest:
+            likeliest, reason = places(comparison)
+    if not likeliest:
+        result, path = comparison.results[number], traces[0].paths[number]
         types = [traced.closed.out_avals[number] for traced in traces]
         got, want = words.whole_values((result.got.x, result.want), types)
-        chosen = [
-            Place("", 0, traces[0].paths[number], words.A_RESULT, got=got, want=want, shards="")
-        ]
-    return Located(tuple(chosen), found.matched, cause)
+        likeliest = [Place("", 0, path, words.A_RESULT, got=got, want=want, shards="")]
+    return Located(tuple(likeliest[:MOST_PLACES]), comparison.matched, reason)
 
 
 def _is_narrow(x: object) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -11,12 +11,23 @@ from jax.sharding import PartitionSpec
 
 from .._program._stacked import Scope, Stacked, names_of_spec
 from .._types import Numbers
-from ._values import as_numbers, is_key, on_all_shards
+from ._evaluate import as_numbers, is_key, on_all_shards
 
 
 # What a value is along a mesh axis: the same on every shard; the parts of an array axis; what gives the
 # whole value when the shards' values are summed, averaged or so on; whole on one shard only.
 Kind: TypeAlias = Literal["equal", "parts", "sum", "mean", "max", "min", "turned", "one"]
+# The name of a mesh axis, what a value is along it, and which array axis is in parts.
+Along: TypeAlias = tuple[str, Kind, int]
+Kinds: TypeAlias = frozenset[str]
+
+# The kinds that are tried together. What is likely comes first: it is cheap, and a rare relation may hold by
+# accident. An "inner" part is one of an array axis that was merged with others, and is called parts.
+_PARTS = frozenset(("equal", "parts"))
+_PARTIAL = _PARTS | {"sum", "mean", "max", "min"}
+_MOVED = frozenset(("equal", "inner", "turned"))
+_MULTIPLE = _PARTS | {"sum", "mean"}
+_ONE = _PARTS | {"one"}
 
 # Double precision leaves this much of the differences that are no mistakes.
 _RELATIVE = 1e-8
@@ -35,11 +46,11 @@ class Relation:
 
     **Attributes:**
 
-    - `kinds`: for each mesh axis its name, what the value is along it, and which array axis is in parts.
+    - `kinds`: what the value is along each mesh axis.
     - `factor`: what the value is a multiple of: 1 for the value itself.
     """
 
-    kinds: tuple[tuple[str, Kind, int], ...] = ()
+    kinds: tuple[Along, ...] = ()
     factor: float = 1.0
 
     @property
@@ -48,21 +59,19 @@ class Relation:
         return self.factor == 1 and all(kind in ("equal", "parts") for _, kind, _ in self.kinds)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """One way to make one array of what shards have."""
-
-    kinds: tuple[tuple[str, Kind, int], ...]
-    array: Numbers
-
-    def then(self, name: str, kind: Kind, axis: int, array: Numbers) -> "_Way":
-        return _Way((*self.kinds, (name, kind, axis)), array)
-
-
 def whole(value: Stacked) -> Numbers:
     """The value of a program on one device, without mesh axes."""
     x = as_numbers(value.x)
     return x.reshape(x.shape[len(value.axes) :])
+
+
+def equal(x: Numbers, y: Numbers, limit: Numbers = None) -> Numbers:
+    """Which numbers are equal, or differ by no more than a limit. NaN equals NaN."""
+    same = (x == y) | ((x != x) & (y != y))
+    if limit is None:
+        return same
+    with np.errstate(invalid="ignore"):
+        return same | (np.abs(x - y) <= limit)
 
 
 def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
@@ -75,8 +84,8 @@ def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
     """
     if unit:
         return np.asarray(min(_NARROW * unit, _MOST) * max(largest(want), 1e-30))
-    own = np.where(np.isfinite(want), np.abs(want), 0.0)
-    return _RELATIVE * own + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
+    size = np.where(np.isfinite(want), np.abs(want), 0.0)
+    return _RELATIVE * size + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
 
 
 def unequal_copies(value: Stacked, spec: PartitionSpec | None, unit: float) -> bool:
@@ -92,11 +101,7 @@ def unequal_copies(value: Stacked, spec: PartitionSpec | None, unit: float) -> b
         if name in named:
             continue
         first = np.take(x, [0], at)
-        same = (x == first) | ((x != x) & (first != first))
-        if x.dtype.kind in "fc":
-            with np.errstate(invalid="ignore"):
-                same |= np.abs(x - first) <= allowed(first, 0.0, unit)
-        if not np.all(same):
+        if not np.all(equal(x, first, allowed(first, 0.0, unit) if x.dtype.kind in "fc" else None)):
             return True
     return False
 
@@ -121,40 +126,28 @@ def relation(
     - `operands`: the largest number that the value was made from.
     - `unit`: the roundoff of the dtype, where that is not double precision.
     """
-    x = as_numbers(value.x)
     names = [name for name in value.axes if scope.sizes[name] > 1]
-    if x.shape[len(value.axes) :] != want.shape:
+    x, lead = as_numbers(value.x), len(value.axes)
+    if x.shape[lead:] != want.shape:
         # What is the same on all shards can still be the part of each.
-        x, names = on_all_shards(value, scope), [n for n, size in scope.sizes.items() if size > 1]
-        x = x.reshape((*(scope.sizes[n] for n in names), *x.shape[len(scope.sizes) :]))
-    else:
-        x = x.reshape((*(scope.sizes[n] for n in names), *x.shape[len(value.axes) :]))
-    shown = [str(name) for name in names]
+        names = [name for name, size in scope.sizes.items() if size > 1]
+        x, lead = on_all_shards(value, scope), len(scope.sizes)
+    x = x.reshape((*scope.shape(names), *x.shape[lead:]))
     numeric = want.dtype.kind in "fc"
-    close = _closeness(want, allowed(want, operands, unit) if numeric else want)
-    for depth in range(5 if not is_key(value.x) else 2):
-        # What is likely first: it is cheap, and a rare relation may hold by accident.
-        if depth == 3 and not numeric:
+    limit = allowed(want, operands, unit) if numeric else None
+    tried = (_PARTS, _PARTIAL, *(() if is_key(value.x) else (_MOVED, _MULTIPLE, _ONE)))
+    for kinds in tried:
+        if kinds is _MULTIPLE and not numeric:
             continue
-        for way in _ways(_Way((), x), shown, want.shape, depth, max(1e-10, 64 * unit)):
-            if way.array.shape != want.shape:
+        for way, array in _ways(x, list(map(str, names)), want.shape, kinds, max(1e-10, 64 * unit)):
+            if array.shape != want.shape:
                 continue
-            factor = _factor(way.array, want, scope) if depth == 3 else 1.0
-            if factor is not None and close(way.array / factor if factor != 1 else way.array):
-                return Relation(way.kinds, factor)
+            factor = _factor(array, want, scope) if kinds is _MULTIPLE else 1.0
+            if factor is None:
+                continue
+            if np.all(equal(array / factor if factor != 1 else array, want, limit)):
+                return Relation(way, factor)
     return None
-
-
-def _closeness(want: Numbers, limit: Numbers) -> Callable[[Numbers], bool]:
-    if want.dtype.kind not in "fc":
-        return lambda x: np.array_equal(x, want)
-
-    def close(x: Numbers) -> bool:
-        with np.errstate(invalid="ignore"):
-            near = np.abs(x - want) <= limit
-        return bool(np.all(near | (x == want) | ((x != x) & (want != want))))
-
-    return close
 
 
 def _factor(x: Numbers, want: Numbers, scope: Scope) -> float | None:
@@ -175,74 +168,73 @@ def _factor(x: Numbers, want: Numbers, scope: Scope) -> float | None:
 
 
 def _ways(
-    way: _Way, names: Sequence[str], shape: tuple[int, ...], depth: int, unit: float
-) -> Iterator[_Way]:
-    """The arrays that shards' values may be parts of.
+    x: Numbers, names: Sequence[str], shape: tuple[int, ...], kinds: Kinds, unit: float
+) -> Iterator[tuple[tuple[Along, ...], Numbers]]:
+    """The arrays that shards' values may be parts of, and what the values then are along each mesh axis.
 
     **Arguments:**
 
-    - `names`: the mesh axes that are still in front.
-    - `depth`: 0 for parts and equal values; 1 also for partial results; 2 for parts in an unusual order; 3 as
-        1, for multiples; 4 for values that one shard has.
+    - `names`: the mesh axes in front of the array.
+    - `kinds`: what is tried.
     - `unit`: by how much copies may differ that are equal.
     """
     if not names:
-        yield way
+        yield (), x
         return
     # Where several mesh axes split one array axis, the last named is the innermost as a rule.
-    picks = (len(names) - 1, 0) if len(names) > 1 else (0,)
-    for pick in picks:
+    for pick in (len(names) - 1, 0) if len(names) > 1 else (0,):
         name, rest = names[pick], [*names[:pick], *names[pick + 1 :]]
-        x = np.moveaxis(way.array, pick, 0)
-        local = x.shape[len(names) :]
-        for kind, axis, array in _merged(x, len(rest), local, shape, depth, unit):
-            yield from _ways(way.then(name, kind, axis, array), rest, shape, depth, unit)
+        for kind, axis, merged in _merged(np.moveaxis(x, pick, 0), len(rest), shape, kinds, unit):
+            for way, array in _ways(merged, rest, shape, kinds, unit):
+                yield ((name, kind, axis), *way), array
 
 
 def _merged(
-    x: Numbers, rest: int, local: tuple[int, ...], shape: tuple[int, ...], depth: int, unit: float
+    x: Numbers, rest: int, shape: tuple[int, ...], kinds: Kinds, unit: float
 ) -> Iterator[tuple[Kind, int, Numbers]]:
-    """The ways to merge the first axis of an array into the others."""
+    """The ways to merge the first axis of an array into the others, of which `rest` are mesh axes."""
+    local = x.shape[1 + rest :]
     n, left = x.shape[0], math.prod(shape) // max(math.prod(local), 1)
     if len(local) == len(shape) and left % n == 0:
         for d, (size, goal) in enumerate(zip(local, shape, strict=True)):
             if size and size < goal and goal % (size * n) == 0:
-                yield from _parts(x, rest, d, depth)
+                yield from _parts(x, rest, d, kinds)
     elif len(local) + 1 == len(shape):
         for d in range(len(shape)):
             if shape[d] == n:
                 yield "parts", d, np.moveaxis(x, 0, rest + d)
     if len(local) != len(shape) or (left == n and rest == 0):
         return
-    same = bool(np.all((x == x[:1]) | ((x != x) & (x[:1] != x[:1]))))
+    same = bool(np.all(equal(x, x[:1])))
     if same or (x.dtype.kind in "fc" and np.allclose(x, x[:1], rtol=unit, atol=0, equal_nan=True)):
         yield "equal", 0, x[0]
-    # Equal parts of a sum are, in other words, a multiple of the whole.
-    if depth in (1, 3) and (x.dtype.kind in "iu" or (x.dtype.kind in "fc" and not same)):
+    # Equal parts of a sum are, in other words, a multiple of the whole. Of integers they are its sum.
+    if "sum" in kinds and (x.dtype.kind in "iu" or (x.dtype.kind in "fc" and not same)):
         yield "sum", 0, x.sum(0, dtype=x.dtype)
-    if depth in (1, 3) and x.dtype.kind in "fc" and not same:
+    if same:
+        return
+    if "mean" in kinds and x.dtype.kind in "fc":
         yield "mean", 0, x.mean(0)
-    if depth == 1 and x.dtype.kind in "fiu" and not same:
+    if "max" in kinds and x.dtype.kind in "fiu":
         yield "max", 0, x.max(0)
         yield "min", 0, x.min(0)
-    if depth == 4 and not same and x.dtype.kind == "f":
+    if "one" in kinds and x.dtype.kind == "f":
         yield "one", 0, x[0]
         yield "one", 0, x[-1]
 
 
-def _parts(x: Numbers, rest: int, d: int, depth: int) -> Iterator[tuple[Kind, int, Numbers]]:
+def _parts(x: Numbers, rest: int, d: int, kinds: Kinds) -> Iterator[tuple[Kind, int, Numbers]]:
+    """The ways to join the parts of an array axis."""
     at = rest + d
     n, size = x.shape[0], x.shape[1 + at]
     blocks = np.moveaxis(x, 0, at)
     joined = (*blocks.shape[:at], n * size, *blocks.shape[at + 2 :])
-    if depth != 2:
+    if "parts" in kinds:
         yield "parts", d, blocks.reshape(joined)
-        return
-    # Parts of an axis that is an inner one of several that were merged.
-    for outer in range(2, size + 1):
+    for outer in range(2, size + 1) if "inner" in kinds else ():
         if size % outer == 0:
             split = x.reshape(*x.shape[: 1 + at], outer, size // outer, *x.shape[2 + at :])
             yield "parts", d, np.moveaxis(split, 0, at + 1).reshape(joined)
     # Parts that went from shard to shard.
-    for shift in range(1, n):
+    for shift in range(1, n) if "turned" in kinds else ():
         yield "turned", d, np.roll(blocks, shift, at).reshape(joined)

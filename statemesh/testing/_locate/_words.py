@@ -7,12 +7,10 @@ from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
 from .._types import AnyLeaf, Numbers
-from ._comparison import Comparison
-from ._flat import Step
+from ._evaluate import as_numbers
+from ._graph import Node
 from ._lines import Line
-from ._mend import right_values
-from ._relations import Relation
-from ._values import as_numbers
+from ._relations import Relation, equal
 
 
 _OPERATIONS: Mapping[str, str] = {
@@ -61,12 +59,12 @@ _PARTIAL: Mapping[str, str] = {
 }
 
 
-def operation(step: Step) -> str:
-    """What a step computes."""
-    name = _OPERATIONS.get(step.name, f"`{step.name}`")
-    inside = f", in `{step.caller.lstrip('_')}`" if step.caller else ""
+def operation(node: Node) -> str:
+    """What a node computes."""
+    name = _OPERATIONS.get(node.name, f"`{node.name}`")
+    inside = f", in `{node.caller.lstrip('_')}`" if node.caller else ""
     return (
-        f"{name}{inside}, in the derivative of this line" if step.transposed else f"{name}{inside}"
+        f"{name}{inside}, in the derivative of this line" if node.transposed else f"{name}{inside}"
     )
 
 
@@ -78,41 +76,42 @@ def partial(known: Relation) -> str:
     return "; ".join(words)
 
 
-def numbers(found: Comparison, value: int) -> tuple[str, str, str]:
-    """What some shards have where they are most off, what they should have, and which shards these are."""
-    pair, scope = found.kept[value], found.scopes[value]
-    right = next(right_values(found, value), None)
-    if right is None:
-        there = "nothing that belongs to it" if pair.want is None else _array(pair.want.shape)
-        return f"{_array(pair.got.shape[len(scope.sizes) :])} on each shard", there, ""
-    return two_values(pair.got, right.numbers, list(scope.sizes))
+def shapes(got: Sequence[int], want: Numbers | None) -> tuple[str, str]:
+    """What shards have and what one device has, where nobody knows which part of it each should have."""
+    there = "nothing that belongs to it" if want is None else _array(want.shape)
+    return f"{_array(got)} on each shard", there
 
 
-def two_values(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str, str, str]:
-    """`numbers` of two arrays with mesh axes in front."""
+def numbers(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str, str, str]:
+    """What some shards have where they are most off, what they should have, and which shards these are.
+
+    **Arguments:**
+
+    - `names`: the mesh axes, which both arrays have in front.
+    """
     if not want.size:
         return "an empty array", "an empty array", ""
     with np.errstate(invalid="ignore"):
-        off = np.abs(got.astype(float) - want.astype(float))
-    same = (got == want) | ((got != got) & (want != want))
-    off = np.where(same, -1.0, np.where(np.isnan(off), np.inf, off))
+        # Of truths, whole numbers and complex ones alike.
+        off = np.abs(got.astype(complex) - want.astype(complex))
+    off = np.where(equal(got, want), -1.0, np.where(np.isnan(off), np.inf, off))
     worst = np.unravel_index(int(np.argmax(off)), off.shape)
     count = len(names)
     local = tuple(map(int, worst[count:]))
     at = f" at {list(local)}" if local else ""
-    shards = sorted(np.ndindex(got.shape[:count]), key=lambda one: -off[(*one, *local)])[:2]
+    shards = sorted(np.ndindex(got.shape[:count]), key=lambda shard: -off[(*shard, *local)])[:2]
     shards.sort()
-    shown = ", ".join(f"{_shown(got[(*one, *local)])} on {_shard(names, one)}" for one in shards)
-    goals = list(dict.fromkeys(_shown(want[(*one, *local)]) for one in shards))
-    return shown + at, " and ".join(goals), "; ".join(_shard(names, one) for one in shards)
+    numbers = [f"{_shown(got[(*k, *local)])} on {_shard(names, k)}" for k in shards]
+    goals = list(dict.fromkeys(_shown(want[(*k, *local)]) for k in shards))
+    return ", ".join(numbers) + at, " and ".join(goals), "; ".join(_shard(names, k) for k in shards)
 
 
 RESULT_LENGTH = "the length of axis {} of the result"
 
 
-def spec(given: PartitionSpec) -> str:
+def typed(spec: PartitionSpec) -> str:
     """A spec as it is typed."""
-    return f"P({', '.join(map(repr, given))})"
+    return f"P({', '.join(map(repr, spec))})"
 
 
 A_RESULT = "this result, made by no line of yours"
@@ -121,13 +120,13 @@ A_RESULT = "this result, made by no line of yours"
 def whole_values(values: tuple[AnyLeaf, Numbers], types: Sequence[AnyLeaf]) -> tuple[str, str]:
     """A result on the mesh and on one device: their types if these differ, or else what they are."""
     if (types[0].shape, types[0].dtype) != (types[1].shape, types[1].dtype):
-        got, want = (f"{one.dtype}{list(one.shape)}" for one in types)
+        got, want = (f"{kind.dtype}{list(kind.shape)}" for kind in types)
         return got, want
     got, want = values
     off = np.asarray(as_numbers(got) != as_numbers(want))
     at = tuple(map(int, np.unravel_index(int(np.argmax(off)), off.shape)))
-    where = f" at {list(at)}" if at else ""
-    return _shown(as_numbers(got)[at]) + where, _shown(as_numbers(want)[at])
+    index = f" at {list(at)}" if at else ""
+    return _shown(as_numbers(got)[at]) + index, _shown(as_numbers(want)[at])
 
 
 def _shard(names: Sequence[Hashable], index: Sequence[int]) -> str:
@@ -145,7 +144,7 @@ def _array(shape: Sequence[int]) -> str:
 def confirmed(what: str, lines: Sequence[Line]) -> str:
     """A change that puts all results right, at one line or another."""
     first, *others = lines
-    more = [str(one.number) if one.file == first.file else str(one) for one in others]
+    more = [str(line.number) if line.file == first.file else str(line) for line in others]
     return f"{what} at {' or '.join([str(first), *more])}, all results are right"
 
 

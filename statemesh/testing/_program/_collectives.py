@@ -97,12 +97,12 @@ RULES: Mapping[str, Rule] = {**_UNIFORM, **_VARYING}
 
 def nested_collectives(eqn: Equation) -> list[Equation]:
     """The collectives in what an equation runs."""
-    return [one for one in nested_equations(eqn) if one.primitive.name in RULES]
+    return [inner for inner in nested_equations(eqn) if inner.primitive.name in RULES]
 
 
 def communicating_axes(eqn: Equation) -> frozenset[Hashable]:
     """The axes over which there are collectives in what an equation runs."""
-    return frozenset(name for one in nested_collectives(eqn) for name in names_of(one))
+    return frozenset(name for inner in nested_collectives(eqn) for name in names_of(inner))
 
 
 def collective(eqn: Equation, value: Stacked, scope: Scope) -> Stacked:
@@ -114,7 +114,7 @@ def collective(eqn: Equation, value: Stacked, scope: Scope) -> Stacked:
     groups = eqn.params.get("axis_index_groups")
     if groups is not None:
         rule, uniform = partial(_in_groups, rule, uniform, np.array(groups)), False
-    x, rest = scope.flat(value, names)
+    x, rest = scope.flat(Stacked(jnp.asarray(value.x), value.axes), names)
     # The rule knows the values of one shard: it is mapped over the axes along which shards do not meet.
     for _ in rest:
         rule = jax.vmap(rule, in_axes=1, out_axes=0 if uniform else 1)
@@ -126,7 +126,7 @@ def _in_groups(
 ) -> jax.Array:
     """The result, shard by shard, of a collective that each group of shards runs on its own."""
     order = groups.reshape(-1)
-    made = jax.vmap(rule)(x[order].reshape(*groups.shape, *x.shape[1:]))
+    results = jax.vmap(rule)(x[order].reshape(*groups.shape, *x.shape[1:]))
     if uniform:
-        made = jnp.repeat(made[:, None], groups.shape[1], axis=1)
-    return made.reshape(len(order), *made.shape[2:])[np.argsort(order)]
+        results = jnp.repeat(results[:, None], groups.shape[1], axis=1)
+    return results.reshape(len(order), *results.shape[2:])[np.argsort(order)]

@@ -1,7 +1,7 @@
 """A call in double precision, with all shards on one device."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -10,16 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._recent import Recent
-from .._static_keys import static_key
-from .._types import AnyLeaf, Fun, PyTree, tree_util
-from ._arithmetic import Promoted, is_inexact, promoted
-from ._jaxprs import Equation, rounded_literals
-from ._one_device import NO_MESH, on_one_device, type_of
-from ._promises import UNENDED, Broken, broken, unended
-from ._replay import NoisyReplay, PromotedReplay, Replay
-from ._sources import Sources, drawn_arguments, sources_of
-from ._trace import Trace, is_array_or_type, trace
+from .._caches import Recent
+from .._errors import BrokenPromise
+from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
+from ._jaxprs import Equation, Sources, rounded_literals, sources_of
+from ._noise import Noisy, OwnDtypes, Promoted
+from ._numbers import is_inexact, numbers, promoted
+from ._replay import Replay
+from ._trace import (
+    NO_MESH,
+    Trace,
+    is_array_or_type,
+    is_number_or_type,
+    leaf_key,
+    on_one_device,
+    trace,
+    type_of,
+)
 
 
 def compile_fast() -> dict[str, int] | None:
@@ -58,12 +65,33 @@ def _widened(x: AnyLeaf) -> AnyLeaf:
 def narrowed(wide: Wide) -> PyTree:
     """The trees in the dtypes of the program."""
 
-    def one(kind: AnyLeaf, x: AnyLeaf) -> AnyLeaf:
+    def narrow(kind: AnyLeaf, x: AnyLeaf) -> AnyLeaf:
         if not is_array_or_type(kind) or not is_inexact(kind.dtype):
             return x
         return jnp.asarray(np.asarray(x), kind.dtype)
 
-    return jax.tree.map(one, wide.types, wide.values)
+    return jax.tree.map(narrow, wide.types, wide.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """What a call gave.
+
+    **Attributes:**
+
+    - `args`, `results`: the arguments, and the results.
+    - `broken`: the promises that do not hold, by their numbers in the program.
+    - `unended`: the loops that were stopped before they had ended.
+    """
+
+    args: Wide
+    results: Wide
+    broken: dict[int, BrokenPromise] = dataclasses.field(default_factory=dict)
+    unended: list[Equation] = dataclasses.field(default_factory=list)
+
+    @cached_property
+    def numbers(self) -> list[Numbers]:
+        return [numbers(x) for x in jax.tree.leaves(self.results.values) if is_number_or_type(x)]
 
 
 class Doubled:
@@ -71,53 +99,30 @@ class Doubled:
 
     **Arguments:**
 
-    - `call`: a mapped function, or a function that calls one.
+    - `fun`: a mapped function, or a function that calls one.
     - `context`: makes the context in which it is traced.
     """
 
     def __init__(
-        self, call: Fun, context: Callable[[], AbstractContextManager[object]] = nullcontext
+        self, fun: Fun, context: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        self.call = call
-        self.context = context
-        self.name = getattr(call, "__name__", type(call).__name__)
-        self._programs: Recent[_Program] = Recent()
+        self._fun, self._context = fun, context
+        self._calls: Recent[DoubledCall] = Recent()
 
-    def form(self, types: PyTree) -> PyTree:
-        """The tree of the results, with types in the place of arrays."""
-        return self.program_of(types).trace.form
+    def of(self, types: PyTree) -> "DoubledCall":
+        """The traced call with arguments of these types."""
+        leaves, treedef = tree_util.tree_flatten(types)
 
-    def own_dtype(self, types: PyTree) -> set[str]:
-        """The operations that could not run in double precision."""
-        arithmetic = self.program_of(types).exact.replay.arithmetic
-        assert isinstance(arithmetic, Promoted)
-        return arithmetic.own_dtype
+        def new() -> DoubledCall:
+            with self._context():
+                traced = trace(self._fun, treedef, leaves)
+            return DoubledCall(getattr(self._fun, "__name__", type(self._fun).__name__), traced)
 
-    def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
-        """Whether a leaf of the results is a leaf of the arguments, each by its number."""
-        jaxpr = self.program_of(types).trace.closed.jaxpr
-        given = [is_array_or_type(x) for x in jax.tree.leaves(types)]
-        found = [is_array_or_type(x) for x in jax.tree.leaves(self.form(types))]
-        return jaxpr.invars[sum(given[:argument])] is jaxpr.outvars[sum(found[:result])]
-
-    def sources(self, types: PyTree) -> list[Sources]:
-        """For each array of the results, the numbers of the arrays of the arguments that it depends on."""
-        return sources_of(self.program_of(types).trace.closed.jaxpr)
-
-    def drawn(self, types: PyTree) -> frozenset[int]:
-        """The numbers of the leaves of the arguments from which random numbers are drawn."""
-        found = drawn_arguments(self.program_of(types).trace.closed.jaxpr)
-        arrays = [k for k, x in enumerate(jax.tree.leaves(types)) if is_array_or_type(x)]
-        return frozenset(arrays[k] for k in found)
-
-    def loops(self, types: PyTree) -> bool:
-        """Whether it has loops that might not end."""
-        promises = self.program_of(types).exact.replay.promises
-        return any(promise.index == UNENDED for promise in promises)
+        return self._calls.get((treedef, *map(leaf_key, leaves)), new)
 
     def __call__(
         self, args: Wide, noise: Any = None, compared_with: "Doubled | None" = None
-    ) -> "Called":
+    ) -> Called:
         """Call the function.
 
         **Arguments:**
@@ -127,86 +132,76 @@ class Doubled:
         - `compared_with`: the function that this one is compared with. Constants that only one of the two
             has may be rounded.
         """
-        program = self.program_of(args.types)
-        arrays = [x for x in jax.tree.leaves(args.values) if is_array_or_type(x)]
+        call = self.of(args.types)
         if noise is None:
-            return program(program.exact, arrays)
-        others = (compared_with or self).program_of(args.types).literals
-        return program(program.noisy(program.literals - others), arrays, noise)
-
-    def program_of(self, types: PyTree) -> "_Program":
-        """The traced call with arguments of these types."""
-        leaves, treedef = tree_util.tree_flatten(types)
-        # A static leaf whose value cannot be known is never equal to another.
-        statics = tuple(_key(x) for x in leaves)
-        key = treedef, statics
-
-        def new() -> _Program:
-            with self.context():
-                traced = trace(self.call, treedef, leaves)
-            return _Program(self.name, traced)
-
-        return self._programs.get(key, new)
+            return call(args)
+        return call(args, noise, call.literals - (compared_with or self).of(args.types).literals)
 
 
-def _key(x: AnyLeaf) -> Hashable:
-    if is_array_or_type(x):
-        return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
-    return static_key(x) or object()
-
-
-@dataclasses.dataclass(frozen=True)
-class Called:
-    """What a call gave.
+class DoubledCall:
+    """One traced call, with its replays in double precision.
 
     **Attributes:**
 
-    - `results`: the results.
-    - `broken`: the promises that do not hold.
-    - `unended`: the loops that were stopped before they had ended.
+    - `trace`: the traced call.
+    - `own_dtype`: the operations that could not run in double precision, once it has run.
     """
 
-    results: Wide
-    broken: list[Broken]
-    unended: list[Equation]
-
-
-class _Program:
-    """One traced call."""
-
     def __init__(self, name: str, traced: Trace) -> None:
-        self.name, self.trace = name, traced
-        self.exact = _Compiled(PromotedReplay(name, traced.closed.jaxpr))
-        self._noisy: Recent[_Compiled] = Recent()
+        self._name, self.trace, self._jaxpr = name, traced, traced.closed.jaxpr
+        arithmetic = Promoted()
+        self.own_dtype = arithmetic.own_dtype
+        self._exact = self._compiled(arithmetic)
+        self._noisy: Recent[tuple[Replay, Fun]] = Recent()
         with jax.enable_x64(True):
-            self.consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
+            self._consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
+
+    def _compiled(self, arithmetic: OwnDtypes | Callable[[Any], OwnDtypes]) -> tuple[Replay, Fun]:
+        replay = Replay(self._name, self._jaxpr, arithmetic)
+        return replay, jax.jit(replay, compiler_options=compile_fast())
+
+    def __call__(
+        self, args: Wide, noise: Any = None, rounded: frozenset[tuple[str, float]] = frozenset()
+    ) -> Called:
+        """Call the function, with noise also in the literals that are rounded."""
+        replay, run = self._exact
+        inputs = [x for x in jax.tree.leaves(args.values) if is_array_or_type(x)]
+        inputs = [*self._consts, *inputs]
+        with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
+            if noise is not None:
+                new = lambda: self._compiled(lambda noise: Noisy(noise, rounded))
+                replay, run = self._noisy.get(rounded, new)
+                inputs.insert(0, jnp.asarray(noise, np.float64))
+            arrays, differences = run(*inputs)
+        results = Wide(self.trace.form, self.trace.results(arrays))
+        broken = replay.broken(differences, self.trace.paths)
+        return Called(args, results, broken, replay.unended(differences))
 
     @cached_property
     def literals(self) -> frozenset[tuple[str, float]]:
         return rounded_literals(self.trace.closed)
 
-    def noisy(self, rounded: frozenset[tuple[str, float]]) -> "_Compiled":
-        """The program with noise, also in these literals."""
-        new = lambda: _Compiled(NoisyReplay(self.name, self.trace.closed.jaxpr, rounded))
-        return self._noisy.get(rounded, new)
+    @property
+    def loops(self) -> bool:
+        """Whether it has loops that might not end."""
+        return self._exact[0].loops
 
-    def __call__(
-        self, compiled: "_Compiled", arrays: Sequence[AnyLeaf], noise: Any = None
-    ) -> Called:
-        with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-            first = [] if noise is None else [jnp.asarray(noise, np.float64)]
-            made, differences = compiled.run(*first, *self.consts, *arrays)
-        promises, outvars = compiled.replay.promises, self.trace.closed.jaxpr.outvars
-        return Called(
-            Wide(self.trace.form, self.trace.results(made)),
-            broken(promises, differences, outvars, self.trace.paths),
-            unended(promises, differences),
-        )
+    @cached_property
+    def _flow(self) -> tuple[list[Sources], Sources]:
+        return sources_of(self._jaxpr)
 
+    @property
+    def sources(self) -> list[Sources]:
+        """For each array of the results, the numbers of the arrays of the arguments that it depends on."""
+        return self._flow[0]
 
-class _Compiled:
-    """One replay of a program, compiled."""
+    def drawn(self, types: PyTree) -> frozenset[int]:
+        """The numbers of the leaves of the arguments from which random numbers are drawn."""
+        arrays = [k for k, x in enumerate(jax.tree.leaves(types)) if is_array_or_type(x)]
+        return frozenset(arrays[k] for k in self._flow[1])
 
-    def __init__(self, replay: Replay) -> None:
-        self.replay = replay
-        self.run = jax.jit(replay, compiler_options=compile_fast())
+    def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
+        """Whether a leaf of the results is a leaf of the arguments, each by its number."""
+        ins = sum(map(is_array_or_type, jax.tree.leaves(types)[:argument]))
+        outs = sum(map(is_array_or_type, jax.tree.leaves(self.trace.form)[:result]))
+        return self._jaxpr.invars[ins] is self._jaxpr.outvars[outs]

@@ -1,18 +1,151 @@
 """`emulate`: a mapped call on one device."""
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+import statemesh as sm
 
 from .. import _errors as errors
-from .._recent import Recent
-from .._static_keys import static_key
-from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
-from ._one_device import NO_MESH, as_array
-from ._trace import trace
-from ._traced_program import TracedProgram
+from .._caches import Recent
+from .._types import Fun, PyTree, tree_util
+from ._jaxprs import Jaxpr, as_function, is_identity, is_literal
+from ._replay import Differences, Replay
+from ._trace import (
+    NO_MESH,
+    Placing,
+    Trace,
+    as_array,
+    is_numpy,
+    leaf_key,
+    on_one_device,
+    placing_like,
+    trace,
+    type_of,
+)
+
+
+class TracedProgram:
+    """A traced program, replayed on one device. Its gradient is a program that is replayed too.
+
+    **Arguments:**
+
+    - `name`: the name of the program in messages.
+    - `closed`: the program.
+    - `paths`: the names of its results in messages.
+    """
+
+    def __init__(self, name: str, closed: Jaxpr, paths: Sequence[str]) -> None:
+        self.name = name
+        self.closed = closed
+        self.paths = paths
+        self.holds_tracers = any(isinstance(x, jax.core.Tracer) for x in closed.consts)
+        self.context = jax.sharding.get_abstract_mesh()
+        self.replay = Replay(name, closed.jaxpr, most_rounds=None)
+        self.compiled = jax.jit(self.replay)
+        self.gradients: Recent[Fun] = Recent()
+        # A result that is an input is returned as the very array that came in.
+        inputs = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
+        for eqn in closed.jaxpr.eqns:
+            if is_identity(eqn):
+                pairs = zip(eqn.invars, eqn.outvars, strict=True)
+                inputs.update({b: inputs[a] for a, b in pairs if not is_literal(a) and a in inputs})
+        outvars = closed.jaxpr.outvars
+        self.forwarded = [None if is_literal(v) else inputs.get(v) for v in outvars]
+
+    def __call__(self, arrays: Sequence[Any]) -> list[jax.Array]:
+        inputs = [*map(as_array, self.closed.consts), *arrays]
+        # Otherwise a mesh that the caller has set would become a part of the types of new arrays.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            results: list[jax.Array] = self._differentiable()(*inputs)
+        pairs = zip(results, self.forwarded, strict=True)
+        return [x if source is None else inputs[source] for x, source in pairs]
+
+    def _differentiable(self) -> Callable[..., list[jax.Array]]:
+        # The gradient of the traced program is replayed. The gradient of the replay would be another one: on
+        # devices collectives have transposes of their own, such as that of an unchecked `psum`.
+        # Each gradient goes to where the array lies that it belongs to.
+        returns: list[Placing | None] = []
+
+        @jax.custom_vjp
+        def run(*arrays: Any) -> list[jax.Array]:
+            results, differences = self.compiled(*map(on_one_device, arrays))
+            self._check(differences)
+            return results
+
+        def forward(*primals: Any) -> tuple[list[jax.Array], Any]:
+            returns[:] = [placing_like(primal.value) for primal in primals]
+            arrays = [on_one_device(as_array(primal.value)) for primal in primals]
+            wanted = tuple(primal.perturbed for primal in primals)
+            return run(*arrays), Partial(
+                self.gradients.get(wanted, lambda: self._gradient(wanted)), *arrays
+            )
+
+        def backward(pull: Any, cotangents: Any) -> Any:
+            pairs = zip(pull(cotangents), returns, strict=True)
+            return tuple(x if x is None or place is None else place(x) for x, place in pairs)
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return run
+
+    def _check(self, differences: Differences) -> None:
+        # Under a transformation of the user's the values are not known.
+        if any(isinstance(x, jax.core.Tracer) for x in differences):
+            return
+        broken = self.replay.broken(differences, self.paths).values()
+        if uneven := "\n".join(str(promise) for promise in broken if promise.control):
+            raise sm.StatemeshError(
+                f"{self.name}: on devices some shards would wait in collectives for others that never come:\n"
+                f"{uneven}\nMove the collectives out, or make the predicate the same on all shards "
+                "(jax.lax.pmax)."
+            )
+        if unequal := "\n".join(map(str, broken)):
+            raise sm.StatemeshError(
+                f"{self.name}: results that are promised to be the same on several shards "
+                f"differ:\n{unequal}\nReduce them over these axes inside (jax.lax.psum, pmean), let a "
+                "state's `reduce` do it, or name the axes in the out specs."
+            )
+
+    def _gradient(self, wanted: tuple[bool, ...]) -> Fun:
+        """The function from inputs and cotangents of results to the cotangents of the wanted inputs."""
+        avals = self.closed.out_avals
+        at = [i for i, hit in enumerate(wanted) if hit]
+        floats = [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+        whole = as_function(self.closed)
+        programs: list[TracedProgram] = []
+
+        def pull(*flat: Any) -> list[jax.Array]:
+            def of_wanted(*xs: Any) -> list[jax.Array]:
+                filled = list(flat[: len(wanted)])
+                for i, x in zip(at, xs, strict=True):
+                    filled[i] = x
+                results = whole(*filled)
+                return [results[k] for k in floats]
+
+            _, vjp = jax.vjp(of_wanted, *[flat[i] for i in at])
+            return list(vjp(list(flat[len(wanted) :])))
+
+        def gradient(*args: Any) -> tuple[Any, ...]:
+            *arrays, cotangents = args
+            flat = [*arrays, *(_filled(cotangents[k], avals[k]) for k in floats)]
+            if not programs:
+                # Traced in the context of the program, whose equations may use its mesh.
+                with jax.sharding.use_abstract_mesh(self.context):
+                    closed = jax.make_jaxpr(pull)(*map(type_of, flat))
+                programs.append(TracedProgram(f"the gradient of {self.name}", closed, ()))
+            by_input = dict(zip(at, programs[0](flat), strict=True))
+            return tuple(by_input.get(i) for i in range(len(wanted)))
+
+        return gradient
+
+
+def _filled(cotangent: Any, aval: Any) -> jax.Array:
+    known = not isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return cotangent if known else jnp.zeros(aval.shape, aval.dtype)
 
 
 def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -67,59 +200,30 @@ def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         raise errors.bad_keyword("emulate", "mapped", mapped, "a function that JAX can trace")
     leaves, treedef = tree_util.tree_flatten((args, kwargs))
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        leaves = [as_array(x) if _is_traced(x) else x for x in leaves]
-    key = _signature(treedef, leaves)
+        leaves = [jnp.asarray(x) if is_numpy(x) else x for x in leaves]
+    wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
+    # All that the traced program depends on except the function.
+    key = treedef, tuple(map(leaf_key, leaves)), wide, jax.sharding.get_abstract_mesh()
     cache = _cache_of(mapped)
-    new: Callable[[], _TracedCall] = lambda: _TracedCall(mapped, treedef, leaves)
-    traced = new() if key is None else cache.get(key, new)
-    if traced.program.holds_tracers:
+
+    def new() -> tuple[Trace, TracedProgram]:
+        traced = trace(mapped, treedef, leaves)
+        name = getattr(mapped, "__name__", type(mapped).__name__)
+        return traced, TracedProgram(name, traced.closed, traced.paths)
+
+    traced, program = cache.get(key, new)
+    if program.holds_tracers:
         cache.forget(key)
-    return traced([x for x in leaves if _is_jax_array(x)])
-
-
-def _is_traced(x: object) -> bool:
-    """Whether an argument is traced: NumPy arrays of strings or objects are static."""
-    return isinstance(x, jax.Array) or (
-        isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"
-    )
-
-
-def _is_jax_array(x: object) -> bool:
-    return isinstance(x, jax.Array)
+    return traced.results(program([x for x in leaves if isinstance(x, jax.Array)]))
 
 
 # The traced calls of each function, for as long as the function lives.
-_caches: weakref.WeakKeyDictionary[Fun, Recent["_TracedCall"]]
+_caches: weakref.WeakKeyDictionary[Fun, Recent[tuple[Trace, TracedProgram]]]
 _caches = weakref.WeakKeyDictionary()
 
 
-def _cache_of(mapped: Fun) -> Recent["_TracedCall"]:
+def _cache_of(mapped: Fun) -> Recent[tuple[Trace, TracedProgram]]:
     try:
         return _caches.setdefault(mapped, Recent())
     except TypeError:  # The function has no hash, or cannot be referred to weakly.
         return Recent()
-
-
-def _signature(treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Hashable | None:
-    """All that the traced program depends on except the function; `None` where that cannot be known."""
-    keys = tuple(_type_key(x) if _is_jax_array(x) else static_key(x) for x in leaves)
-    if None in keys:
-        return None
-    wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
-    return treedef, keys, wide, jax.sharding.get_abstract_mesh()
-
-
-def _type_key(x: jax.Array) -> Hashable:
-    return "array", x.shape, x.dtype, getattr(x, "weak_type", False)
-
-
-class _TracedCall:
-    """A call with one signature, traced."""
-
-    def __init__(self, mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> None:
-        name = getattr(mapped, "__name__", type(mapped).__name__)
-        self.trace = trace(mapped, treedef, leaves)
-        self.program = TracedProgram(name, self.trace.closed, self.trace.paths)
-
-    def __call__(self, arrays: Sequence[jax.Array]) -> PyTree:
-        return self.trace.results(self.program(arrays))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from .._static_keys import is_hashable
+from .._caches import is_hashable
 from .._types import Fun
 from ._stacked import as_names
 
@@ -60,22 +60,41 @@ def called(eqn: Equation) -> Jaxpr:
     return next(eqn.params[key] for key in _CALLED if hasattr(eqn.params.get(key), "eqns"))
 
 
-def operands_of_call(eqn: Equation, given: Sequence[Value]) -> Sequence[Value]:
+def operands_of_call(eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
     """Those operands of a call that its jaxpr gets."""
     if eqn.primitive.name != _LINEAR_SOLVE:
-        return given
+        return operands
     # Before the right-hand sides come the constants of four functions, of which the third solves.
     counts = eqn.params["const_lengths"]
     first = counts.matvec + counts.vecmat
-    return [*given[first : first + counts.solve], *given[sum(counts) :]]
+    return [*operands[first : first + counts.solve], *operands[sum(counts) :]]
+
+
+def counts_of_scan(eqn: Equation) -> tuple[int, int]:
+    """How many constants and how many carries a scan has."""
+    # Versions of JAX store these counts under different names. What is scanned over or stacked has one axis
+    # more outside than inside; constants and what is carried have as many.
+    body = opened(eqn.params["jaxpr"])
+
+    def with_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        pairs = zip(outside, inside, strict=True)
+        return sum(np.ndim(a.aval) == np.ndim(b.aval) for a, b in pairs)
+
+    carries = with_equal_ranks(eqn.outvars, body.outvars)
+    return with_equal_ranks(eqn.invars, body.invars) - carries, carries
+
+
+def inner_jaxprs(eqn: Equation) -> list[Jaxpr]:
+    """The jaxprs that an equation runs."""
+    values = eqn.params.values()
+    each = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+    return [opened(x) for x in each if hasattr(x, "eqns")]
 
 
 def nested_equations(eqn: Equation) -> Iterator[Equation]:
     """All equations in the jaxprs that an equation runs."""
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple) else (value,):
-            if hasattr(one, "eqns"):
-                yield from all_equations(opened(one))
+    for jaxpr in inner_jaxprs(eqn):
+        yield from all_equations(jaxpr)
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
@@ -87,8 +106,8 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
 
 def names_of(eqn: Equation) -> tuple[Hashable, ...]:
     """The axis names over which an equation is a collective."""
-    given = eqn.params.get("axes", eqn.params.get("axis_name"))
-    return tuple(name for name in as_names(given) if not isinstance(name, int))
+    names = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return tuple(name for name in as_names(names) if not isinstance(name, int))
 
 
 def new_axes(eqn: Equation) -> Mapping[Hashable, int]:
@@ -101,8 +120,8 @@ def axes_named(eqn: Equation) -> set[Hashable]:
     """Whatever may be the name of a mesh axis among the parameters of an equation."""
     values = [value for key, value in eqn.params.items() if "axes" in key or "axis" in key]
     # An integer counts the axes of an array.
-    named = [one for value in values for one in as_names(value) if not isinstance(one, int)]
-    return {one for one in named if is_hashable(one)}
+    named = [name for value in values for name in as_names(value) if not isinstance(name, int)]
+    return {name for name in named if is_hashable(name)}
 
 
 def is_draw(eqn: Equation) -> bool:
@@ -117,15 +136,15 @@ def draws(jaxpr: Jaxpr) -> bool:
 
 def rounded_literals(jaxpr: Jaxpr) -> frozenset[tuple[str, float]]:
     """The dtypes and values of the literals that may be rounded: they need more than half of the digits."""
-    found = set()
+    literals = set()
     for eqn in all_equations(opened(jaxpr)):
         for atom in eqn.invars:
             aval: Any = atom.aval
             if is_literal(atom) and aval.dtype.kind not in "biuc" and np.isfinite(float(atom.val)):
                 value = float(np.asarray(atom.val, aval.dtype))
                 if not _is_short(value, aval.dtype):
-                    found.add((str(aval.dtype), value))
-    return frozenset(found)
+                    literals.add((str(aval.dtype), value))
+    return frozenset(literals)
 
 
 def _is_short(value: float, dtype: Any) -> bool:
@@ -145,3 +164,70 @@ def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:
         return run(make.ClosedJaxpr(closed.jaxpr, arrays[:count]))(*arrays[count:])
 
     return whole
+
+
+# Where values come from
+
+
+# The numbers of the arguments of the whole program that a value depends on.
+Sources: TypeAlias = frozenset[int]
+NONE: Sources = frozenset()
+
+
+def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
+    """For each result the arguments that it depends on other than by drawing; and those that are drawn from.
+
+    An argument is drawn from if it is, or holds, a key from which the program draws. In a loop whose carries
+    change their places, an argument too many can be named.
+    """
+    jaxpr = opened(jaxpr)
+    return _flow(jaxpr, [frozenset([k]) for k in range(len(jaxpr.invars))])
+
+
+def _flow(jaxpr: Jaxpr, inputs: Sequence[Sources]) -> tuple[list[Sources], Sources]:
+    """What each result depends on, up to the numbers that are drawn; and what is drawn from."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    drawn = NONE
+    for eqn in jaxpr.eqns:
+        sources = [NONE if is_literal(x) else known.get(x, NONE) for x in eqn.invars]
+        if is_draw(eqn):
+            drawn = drawn.union(*sources)
+            continue
+        results, more = _through(eqn, sources)
+        drawn |= more
+        known.update(zip(eqn.outvars, results, strict=True))
+    outs = [NONE if is_literal(x) else known.get(x, NONE) for x in jaxpr.outvars]
+    return outs, drawn
+
+
+def _through(eqn: Equation, sources: list[Sources]) -> tuple[list[Sources], Sources]:
+    every = NONE.union(*sources)
+    inner = inner_jaxprs(eqn)
+    if not inner:
+        return [every] * len(eqn.outvars), NONE
+    unknown = every if any(map(draws, inner)) else NONE
+    # A branch gets all operands but the first; what is called, or scanned, gets all.
+    operands = sources[1:] if eqn.primitive.name == "cond" else sources
+    outs, drawn = [NONE] * len(eqn.outvars), NONE
+    for jaxpr in inner:
+        if len(jaxpr.invars) != len(operands) or len(jaxpr.outvars) != len(outs):
+            return [every] * len(outs), unknown
+        if eqn.primitive.name == "scan":
+            operands = _carried(eqn, jaxpr, operands)
+        results, more = _flow(jaxpr, operands)
+        outs, drawn = [a | b for a, b in zip(outs, results, strict=True)], drawn | more
+    return outs, drawn
+
+
+def _carried(eqn: Equation, jaxpr: Jaxpr, operands: list[Sources]) -> list[Sources]:
+    """What the operands of a scan depend on once its carries have gone round."""
+    first, count = counts_of_scan(eqn)
+    while True:
+        results, _ = _flow(jaxpr, operands)
+        carries = [
+            a | b for a, b in zip(operands[first : first + count], results[:count], strict=True)
+        ]
+        new = [*operands[:first], *carries, *operands[first + count :]]
+        if new == operands:
+            return new
+        operands = new

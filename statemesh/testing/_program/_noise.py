@@ -16,7 +16,7 @@ import functools
 import math
 import operator
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +24,132 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._types import AnyLeaf
-from ._arithmetic import Promoted, dtype_of, is_inexact
-from ._jaxprs import Equation
+from ._jaxprs import Equation, nested_equations
+from ._numbers import is_inexact, promoted, roundoff
+
+
+# Parameters that say where a value lies on a mesh.
+_LAYOUTS = ("sharding", "out_sharding")
+# Parameters that give the dtype of a result.
+_DTYPES = ("dtype", "new_dtype", "preferred_element_type")
+
+# Operations of a caller's own code, or on the bits of numbers: they need the dtype of the program.
+_OWN_DTYPE = (
+    *("pure_callback", "io_callback", "ffi_call", "debug_callback", "bitcast_convert_type"),
+    *("nextafter", "pallas_call", "call_hi_primitive"),
+)
+
+_MARKS = ("", "-add", "-sub", "-mul", "-min", "-max")
+_SCATTERS: Mapping[str, Callable[..., Any]] = {
+    f"scatter{mark}": getattr(jax.lax, f"scatter{mark.replace('-', '_')}")
+    for mark in (*_MARKS, *(mark.replace("-", "_") for mark in _MARKS))
+}
+
+
+class OwnDtypes:
+    """How a replay computes: in the dtypes of the program."""
+
+    def value(self, x: AnyLeaf) -> AnyLeaf:
+        """An input or a constant of the program, as the replay holds it."""
+        return x
+
+    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
+        """A literal of the program and its dtype, as the replay holds it."""
+        return np.asarray(x, dtype)
+
+    def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+        """The results, on one shard, of an equation that is no collective and runs no other equations."""
+        return _results(eqn, xs)
+
+    def reduced(
+        self,
+        eqn: Equation,
+        xs: Sequence[AnyLeaf],
+        run: Callable[..., list[AnyLeaf]],
+        shards: int = 1,
+    ) -> list[AnyLeaf]:
+        """The results of an equation that `run` computes. A collective is over so many shards."""
+        del eqn, shards
+        return run(*xs)
+
+
+class Promoted(OwnDtypes):
+    """Floats in double precision, in which rounding hides nothing.
+
+    An operation that cannot run in double precision runs in its own dtype.
+
+    **Attributes:**
+
+    - `own_dtype`: the operations on floats that run in their own dtype, by their names.
+    """
+
+    def __init__(self) -> None:
+        self.own_dtype: set[str] = set()
+
+    def value(self, x: AnyLeaf) -> AnyLeaf:
+        wide = promoted(x.dtype)
+        return x if wide == x.dtype else jnp.asarray(x, wide)
+
+    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
+        return self.value(np.asarray(x, dtype))
+
+    def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+        name = eqn.primitive.name
+        if name == "reduce_precision":
+            return list(xs)
+        if name == "convert_element_type" and is_inexact(eqn.params["new_dtype"]):
+            return [jnp.asarray(xs[0], promoted(eqn.params["new_dtype"]))]
+        if not self.keeps_dtype(eqn):
+            try:
+                return _promoted_results(eqn, _results(eqn, xs, wide=True))
+            except NotImplementedError:  # It has no rule for `vmap`, in whatever dtype.
+                raise
+            except Exception:  # To a dtype that it does not know, a primitive may say anything.
+                pass
+        pairs = zip(xs, eqn.invars, strict=True)
+        narrow = [jnp.asarray(x, dtype_of(v)) if is_inexact(x.dtype) else x for x, v in pairs]
+        # Random bits become floats in this way, exactly.
+        if any(is_inexact(x.dtype) for x in xs):
+            self.own_dtype.add(name)
+        return _promoted_results(eqn, _results(eqn, narrow))
+
+    def keeps_dtype(self, eqn: Equation) -> bool:
+        """Whether an equation is never run in double precision."""
+        name = eqn.primitive.name
+        return name in _OWN_DTYPE or (name not in _SCATTERS and any(nested_equations(eqn)))
+
+
+def _promoted_results(eqn: Equation, results: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+    wanted: list[Any] = [promoted(dtype_of(v)) for v in eqn.outvars]
+    pairs = zip(results, wanted, strict=True)
+    return [x if x.dtype == wide else jnp.asarray(x, wide) for x, wide in pairs]
+
+
+def dtype_of(var: Any) -> Any:
+    """The dtype of a variable of a program."""
+    return var.aval.dtype
+
+
+def _results(eqn: Equation, xs: Sequence[AnyLeaf], *, wide: bool = False) -> list[AnyLeaf]:
+    """The results of an equation in its own dtypes, or in double precision."""
+    # On one device a layout on a mesh means nothing.
+    params = {key: None if key in _LAYOUTS else value for key, value in eqn.params.items()}
+    if wide:
+        dtypes = {key: promoted(params[key]) for key in _DTYPES if params.get(key) is not None}
+        params |= dtypes | ({"precision": None} if "precision" in params else {})
+        if eqn.primitive.name in _SCATTERS:
+            # The equation holds the update as a jaxpr of its own dtype, so it is made anew.
+            passed = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+            return [_SCATTERS[eqn.primitive.name](*xs, **{key: params[key] for key in passed})]
+    if "_prim" in params:
+        # What newer versions of JAX expand only when they compile, such as `custom_root`. In double precision
+        # the numbers in it would get other dtypes than those that it was traced with.
+        with jax.enable_x64(any(dtype_of(v).itemsize == 8 for v in (*eqn.invars, *eqn.outvars))):
+            primitive: Any = params["_prim"]
+            args = jax.tree.unflatten(primitive.in_tree, xs)
+            return list(jax.tree.leaves(primitive.expand(*args)))
+    results = eqn.primitive.bind(*xs, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 # Operations whose results are exact: they move numbers, choose among them, or round by intention.
@@ -114,23 +238,23 @@ class Noisy(Promoted):
         if narrows:
             pairs = zip(xs, eqn.invars, strict=True)
             xs = [self._off(x, roundoff(dtype_of(v)), "operand") for x, v in pairs]
-        made = run(*xs)
+        outputs = run(*xs)
         narrows = narrows or name in self.own_dtype
         # Random bits become floats in their own dtype, exactly.
         source = eqn.invars if narrows else eqn.outvars
         if name in _EXACT or not any(is_inexact(dtype_of(v)) for v in source):
-            return made
+            return outputs
         units = [roundoff(dtype_of(v)) if narrows else self._unit(v) for v in eqn.outvars]
         if name == "reduce_precision":
             units = [self._in_this_run(2.0 ** -eqn.params["mantissa_bits"])]
         terms = _terms(eqn, shards)
         times = math.sqrt(terms)
         if narrows or name in _ELEMENTWISE or not _is_sum(eqn):
-            exact = self._is_exact(eqn, xs, made, units[0], narrows)
+            exact = self._is_exact(eqn, xs, outputs, units[0], narrows)
             times *= 1.0 if name in _ONCE else _SEVERAL
-            results = zip(made, units, strict=True)
+            results = zip(outputs, units, strict=True)
             return [self._off(x, unit * times, name, exact) for x, unit in results]
-        ((x,), (unit,)) = made, units
+        ((x,), (unit,)) = outputs, units
         inner = unit
         if name in _WIDE_SUMS and terms > 1:
             inner = jnp.minimum(unit, self._in_this_run(roundoff(np.float32)))
@@ -157,23 +281,21 @@ class Noisy(Promoted):
         self,
         eqn: Equation,
         xs: Sequence[AnyLeaf],
-        made: AnyLeaf,
+        outputs: AnyLeaf,
         run: Callable[..., list[AnyLeaf]],
     ) -> tuple[AnyLeaf, AnyLeaf]:
         """For each result of a sum, the sum of the sizes of its terms, and how fine they are."""
         inexact = [is_inexact(dtype_of(v)) for v in eqn.invars]
         if not any(inexact):
-            return jnp.abs(made), _fineness(made, roundoff(np.float64))
+            return jnp.abs(outputs), _fineness(outputs, roundoff(np.float64))
 
         def over(of: Callable[[AnyLeaf, Any], AnyLeaf]) -> AnyLeaf:
             operands = zip(xs, eqn.invars, inexact, strict=True)
-            given = [of(x, v).astype(x.dtype) if hit else x for x, v, hit in operands]
-            if eqn.primitive.name == "sub":
-                given[1] = -given[1]
-            return run(*given)[0].real
+            inputs = [of(x, v).astype(x.dtype) if hit else x for x, v, hit in operands]
+            return run(*inputs)[0].real
 
         sizes = over(lambda x, v: jnp.abs(x))
-        if jnp.issubdtype(made.dtype, jnp.complexfloating):
+        if jnp.issubdtype(outputs.dtype, jnp.complexfloating):
             return sizes, jnp.full_like(sizes, jnp.inf)
         return sizes, over(lambda x, v: _fineness(x, self._unit(v)))
 
@@ -181,7 +303,7 @@ class Noisy(Promoted):
         self,
         eqn: Equation,
         xs: Sequence[AnyLeaf],
-        made: Sequence[AnyLeaf],
+        outputs: Sequence[AnyLeaf],
         unit: Any,
         narrows: bool,
     ) -> AnyLeaf:
@@ -190,16 +312,16 @@ class Noisy(Promoted):
         if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in xs):
             return np.False_
         if name in _SHORT:
-            return (xs[0] == 0) | (jnp.abs(made[0]) == 1)
+            return (xs[0] == 0) | (jnp.abs(outputs[0]) == 1)
         if name == "pow" and is_inexact(xs[1].dtype):
             # XLA computes whole powers of powers of two exactly.
-            short = (_grain(xs[0])[1] == xs[0]) & (_grain(made[0])[1] == made[0])
+            short = (_grain(xs[0])[1] == xs[0]) & (_grain(outputs[0])[1] == outputs[0])
             return short & (jnp.floor(xs[1]) == xs[1])
         source = eqn.invars[0]
         if name in _CONVERSIONS and not narrows and is_inexact(dtype_of(source)):
             return (self._unit(source) >= unit) | _is_short(xs[0], unit)
         if (name in _ELEMENTWISE and not narrows) or name in ("div", "sqrt", "integer_pow"):
-            return _is_short(made[0], unit) | _is_an_operand(made[0], xs)
+            return _is_short(outputs[0], unit) | _is_an_operand(outputs[0], xs)
         return np.False_
 
     def _off(
@@ -308,11 +430,6 @@ def _fits(sizes: AnyLeaf, fineness: AnyLeaf, unit: Any) -> AnyLeaf:
 def _is_sum(eqn: Equation) -> bool:
     """Whether the result is a sum of products of operands. A power below zero is none."""
     return eqn.primitive.name in _SUMS and eqn.params.get("y", 1) > 0
-
-
-def roundoff(dtype: Any) -> float:
-    """The distance from one to the next number of a dtype; zero for exact dtypes."""
-    return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0  # type: ignore[no-untyped-call]
 
 
 def _terms(eqn: Equation, shards: int) -> int:

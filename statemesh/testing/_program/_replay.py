@@ -1,43 +1,41 @@
-"""A traced program, replayed equation by equation over stacked shards."""
+"""A traced program, replayed equation by equation over stacked shards.
 
+Branches and loops stay branches and loops, in which each shard takes its own way.
+"""
+
+import dataclasses
+import functools
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
+
+import statemesh as sm
 
 from .. import _errors as errors
-from ._arithmetic import Arithmetic, OwnDtypes, Promoted
-from ._collectives import RULES, collective
-from ._control_flow import Differences, Frame, Replays, Step, cond, one_by_one, scan, while_
-from ._jaxprs import (
-    CALLS,
-    Atom,
-    Equation,
-    Jaxpr,
-    all_equations,
-    axes_named,
-    called,
-    is_identity,
-    is_literal,
-    names_of,
-    nested_equations,
-    new_axes,
-    opened,
-    operands_of_call,
-)
-from ._noise import Noisy
-from ._promises import UNENDED, Promise, largest_difference
+from .._errors import BrokenPromise
+from .._types import AnyLeaf, Numbers
+from . import _jaxprs as jaxprs
+from ._collectives import RULES, collective, communicating_axes, nested_collectives
+from ._jaxprs import Atom, Equation, Jaxpr, is_literal, names_of, new_axes
+from ._noise import OwnDtypes
+from ._numbers import data_of, more_than_rounding
 from ._stacked import Axes, Scope, Stacked, names_of_spec
 
 
-_CONTROL_FLOW: Mapping[str, Step] = {"cond": cond, "while": while_, "scan": scan}
+# For each promise the largest difference, and where it is: the number of the stack, and the index in it.
+Differences: TypeAlias = tuple[Any, Any]
 
 # The rounds after which a loop of a check is stopped. Rounding that a tolerance is too small for would let
 # a loop that converges on devices run for ever.
 MOST_ROUNDS = 10_000
+
+# In the place of the number of a result: the promise that a loop ends.
+_UNENDED = -1
 
 # Equations whose rule for `vmap` does not do what shards do: it draws other numbers, or calls back only once.
 _SHARD_BY_SHARD = (
@@ -47,26 +45,53 @@ _SHARD_BY_SHARD = (
 _SAFE_KEYS = ("fry", "threefry2x32")
 
 
-class Replay:
-    """A traced program as a function that runs on one device, in the program's own dtypes.
+class Frame:
+    """One run of a jaxpr.
 
     **Attributes:**
 
-    - `most_rounds`: the rounds after which a `while_loop` is stopped; `None` for never.
+    - `scope`: the mesh axes that are mapped over.
+    - `differences`: those found so far in results that are promised to be the same.
+    """
+
+    def __init__(self, scope: Scope, differences: Differences) -> None:
+        self.scope = scope
+        self.differences = differences
+
+    def note(self, amounts: jax.Array, positions: jax.Array) -> None:
+        """Keep the larger differences."""
+        old, at = self.differences
+        larger = (amounts > old)[:, None]
+        self.differences = jnp.maximum(old, amounts), jnp.where(larger, positions, at)
+
+
+# What replays one equation.
+_Rule: TypeAlias = Callable[[Equation, Sequence[Stacked], Frame], list[Stacked]]
+
+
+class Replay:
+    """A traced program as a function that runs on one device.
 
     **Arguments:**
 
     - `name`: the name of the program in messages.
     - `jaxpr`: the program. Its constants are its first inputs.
+    - `arithmetic`: how it computes; left out, in the program's own dtypes. If it is a function, it gives the
+        arithmetic of each run, from a first input more.
+    - `most_rounds`: the rounds after which a `while_loop` is stopped; `None` for never.
     """
 
-    most_rounds: int | None = None
-
-    def __init__(self, name: str, jaxpr: Jaxpr) -> None:
-        self.name = name
-        self.jaxpr = jaxpr
-        self.arithmetic: Arithmetic = OwnDtypes()
-        self.promises: list[Promise] = list(_promises(jaxpr))
+    def __init__(
+        self,
+        name: str,
+        jaxpr: Jaxpr,
+        arithmetic: OwnDtypes | Callable[[Any], OwnDtypes] | None = None,
+        most_rounds: int | None = MOST_ROUNDS,
+    ) -> None:
+        self.name, self.jaxpr, self.most_rounds = name, jaxpr, most_rounds
+        self._of_run = None if isinstance(arithmetic, OwnDtypes) else arithmetic
+        self.arithmetic = arithmetic if isinstance(arithmetic, OwnDtypes) else OwnDtypes()
+        self.promises = list(_promises(jaxpr))
         self._promise_numbers = {(id(p.eqn), p.index): i for i, p in enumerate(self.promises)}
         count = len(self.promises)
         self.no_differences: Differences = (
@@ -76,15 +101,23 @@ class Replay:
         self._axes: dict[Any, list[Axes]] = {}
 
     def __call__(self, *arrays: Any) -> tuple[list[jax.Array], Differences]:
+        if self._of_run is not None:
+            first, *arrays = arrays  # type: ignore[assignment]
+            self.arithmetic = self._of_run(first)
         frame = Frame(Scope(), self.no_differences)
-        given = [Stacked(self.arithmetic.value(x)) for x in arrays]
-        made = self._run(self.jaxpr, given, frame)
-        return [value.x for value in made], frame.differences
+        try:
+            inputs = [Stacked(self.arithmetic.value(x)) for x in arrays]
+            results = self._run(self.jaxpr, inputs, frame)
+        finally:
+            if self._of_run is not None:
+                # It holds tracers, which must not outlive their trace.
+                self.arithmetic = OwnDtypes()
+        return [value.x for value in results], frame.differences
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         """Replay a jaxpr, with constants or without, that is a part of the program."""
         consts = [Stacked(self.arithmetic.value(x)) for x in getattr(jaxpr, "consts", ())]
-        return self._run(opened(jaxpr), [*consts, *values], frame)
+        return self._run(jaxprs.opened(jaxpr), [*consts, *values], frame)
 
     def axes(self, jaxpr: Jaxpr, values: Sequence[Stacked], scope: Scope) -> list[Axes]:
         """The axes along which the results of a jaxpr are stacked."""
@@ -94,11 +127,10 @@ class Replay:
         if key not in self._axes:
 
             def probe(*xs: Any) -> None:
-                given = [Stacked(x, axes) for x, axes in zip(xs, stacks, strict=True)]
-                made = self.run(jaxpr, given, Frame(scope, self.no_differences))
-                self._axes[key] = [value.axes for value in made]
+                results = self.run(jaxpr, _stacked(xs, stacks), Frame(scope, self.no_differences))
+                self._axes[key] = [value.axes for value in results]
 
-            jax.eval_shape(probe, *[value.x for value in values])
+            jax.eval_shape(probe, *_arrays(values))
         return self._axes[key]
 
     def _run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
@@ -112,92 +144,254 @@ class Replay:
             return known[atom]
 
         for eqn in jaxpr.eqns:
-            made = self._equation(eqn, [value_of(atom) for atom in eqn.invars], frame)
-            known.update(zip(eqn.outvars, made, strict=True))
+            results = self._equation(eqn, [value_of(atom) for atom in eqn.invars], frame)
+            known.update(zip(eqn.outvars, results, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked]:
         name, scope = eqn.primitive.name, frame.scope
-        if is_identity(eqn):
+        if jaxprs.is_identity(eqn):
             return values
-        if name in CALLS:
-            return self.run(called(eqn), operands_of_call(eqn, values), frame)
-        if name in _CONTROL_FLOW:
-            return _CONTROL_FLOW[name](self, eqn, values, frame)
-        if name == "shard_map":
-            return self._shard_map(eqn, values, frame)
-        used = axes_named(eqn) & {*scope.sizes, *scope.indices}
+        if name in jaxprs.CALLS:
+            return self.run(jaxprs.called(eqn), jaxprs.operands_of_call(eqn, values), frame)
+        rules: dict[str, _Rule] = {
+            "cond": self._cond,
+            "while": self._while,
+            "scan": self._scan,
+            "shard_map": self._shard_map,
+        }
+        if name in rules:
+            return rules[name](eqn, values, frame)
+        used = jaxprs.axes_named(eqn) & {*scope.sizes, *scope.indices}
         if name == "axis_index" and used:
-            return [_axis_index(eqn.params["axis_name"], scope)]
+            axis = eqn.params["axis_name"]
+            if axis in scope.indices:
+                return [Stacked(scope.indices[axis])]
+            return [Stacked(jnp.arange(scope.sizes[axis], dtype=jnp.int32), (axis,))]
         if used:
-            self._check_collective(eqn, used, scope)
-            shards = math.prod(scope.shape(names_of(eqn)))
-            # Each operand has a result.
-            each = zip(values, eqn.invars, eqn.outvars, strict=True)
-            return [
-                self._collective(eqn.replace(invars=[a], outvars=[b]), value, scope, shards)
-                for value, a, b in each
-            ]
+            return self._collective(eqn, values, used, scope)
         if why := _not_replayed(eqn):
-            raise errors.not_replayed(self.name, name, why)
+            raise self._refused(name, why)
         over = scope.union(values)
         if over and name in _SHARD_BY_SHARD and not _draws_safely(eqn):
-            return one_by_one(_plain, over, self, eqn, values, frame)
+            return self._shard_by_shard(self._plain, over, eqn, values, frame)
         try:
-            return _plain(self, eqn, values, frame)
+            return self._plain(eqn, values, frame)
         except NotImplementedError:
             if not over:
                 raise
             # The primitive has no rule for `vmap`.
-            return one_by_one(_plain, over, self, eqn, values, frame)
+            return self._shard_by_shard(self._plain, over, eqn, values, frame)
         except NameError as error:
             # A collective that has no rule in `RULES`: outside of a map its axis is not bound.
-            raise errors.not_replayed(self.name, name) from error
+            raise self._refused(name) from error
 
-    def _collective(self, eqn: Equation, value: Stacked, scope: Scope, shards: int) -> Stacked:
-        axes: list[Axes] = []
+    def _plain(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
+        return frame.scope.over_axes(lambda *xs: self.arithmetic.bind(eqn, xs), values)
 
-        def run(x: Any) -> list[Any]:
-            made = collective(eqn, Stacked(x, value.axes), scope)
-            axes.append(made.axes)
-            return [made.x]
-
-        (made,) = self.arithmetic.reduced(eqn, [value.x], run, shards)
-        return Stacked(made, axes[0])
-
-    def _check_collective(self, eqn: Equation, used: set[Hashable], scope: Scope) -> None:
-        name = eqn.primitive.name
-        known = name in RULES and used == {*names_of(eqn)} <= {*scope.sizes}
+    def _collective(
+        self, eqn: Equation, values: Sequence[Stacked], used: set[Hashable], scope: Scope
+    ) -> list[Stacked]:
+        name, over = eqn.primitive.name, names_of(eqn)
+        known = name in RULES and used == {*over} <= {*scope.sizes}
         if not known or len(eqn.invars) != len(eqn.outvars):
-            raise errors.not_replayed(self.name, name)
+            raise self._refused(name)
+        shards, results = math.prod(scope.shape(over)), []
+        # Each operand has a result.
+        for value, a, b in zip(values, eqn.invars, eqn.outvars, strict=True):
+            axes: list[Axes] = []
 
-    def _shard_map(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked]:
+            def run(x: Any, value: Stacked = value, axes: list[Axes] = axes) -> list[Any]:
+                result = collective(eqn, Stacked(x, value.axes), scope)
+                axes.append(result.axes)
+                return [result.x]
+
+            of_operand = eqn.replace(invars=[a], outvars=[b])
+            (x,) = self.arithmetic.reduced(of_operand, [value.x], run, shards)
+            results.append(Stacked(x, axes[0]))
+        return results
+
+    def _shard_map(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         params, scope = eqn.params, frame.scope
         sizes = new_axes(eqn)
         for spec in (*params["in_specs"], *params["out_specs"]):
             if again := [name for name in names_of_spec(spec) if name not in sizes]:
                 # JAX makes such specs for the gradient of nested calls, and cannot compile them.
                 why = f"one inside another names {again[0]!r}, which the outer one maps over"
-                raise errors.not_replayed(self.name, "shard_map", why)
+                raise self._refused("shard_map", why)
         inside = Scope({**scope.sizes, **sizes}, scope.indices)
         split = [inside.split(v, spec) for v, spec in zip(values, params["in_specs"], strict=True)]
         inner = Frame(inside, frame.differences)
-        made = self.run(params["jaxpr"], split, inner)
-        for k, (value, spec) in enumerate(zip(made, params["out_specs"], strict=True)):
-            left = [
-                name for name in value.axes if name in sizes and name not in names_of_spec(spec)
-            ]
-            made[k] = self.one_copy(eqn, k, value, left, inner)
+        joined = []
+        parts = zip(self.run(params["jaxpr"], split, inner), params["out_specs"], strict=True)
+        for k, (value, spec) in enumerate(parts):
+            kept = names_of_spec(spec)
+            left = [name for name in value.axes if name in sizes and name not in kept]
+            joined.append(inside.joined(self._one_copy(eqn, k, value, left, inner), spec))
         frame.differences = inner.differences
-        return [inside.joined(v, spec) for v, spec in zip(made, params["out_specs"], strict=True)]
+        return joined
 
-    def one_copy(
+    def _refused(self, primitive: str, why: str = "") -> sm.StatemeshError:
+        return sm.StatemeshError(
+            f"{self.name}: `{primitive}` cannot be replayed on one device{why and f': {why}'}. Run the call "
+            "on devices; simulated ones will do (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
+        )
+
+    # Control flow
+
+    def _cond(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
+        index, *operands = values
+        own_way, must_agree = _partitioned_axes(eqn, index.axes)
+        if own_way:
+            return self._shard_by_shard(self._cond, own_way, eqn, values, frame)
+        index = self._one_copy(eqn, 0, index, must_agree, frame)
+        branches, scope = eqn.params["branches"], frame.scope
+        of_each = [self.axes(branch, operands, scope) for branch in branches]
+        # A branch may vary along fewer axes than another. All must return arrays of the same shape.
+        axes = [scope.in_order(set().union(*each)) for each in zip(*of_each, strict=True)]
+        taken = [
+            functools.partial(self._run_as, jaxpr, operands, axes, scope) for jaxpr in branches
+        ]
+        xs, frame.differences = jax.lax.switch(
+            index.x, taken, frame.differences, *_arrays(operands)
+        )
+        return _stacked(xs, axes)
+
+    def _while(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
+        params, scope = eqn.params, frame.scope
+        first = params["cond_nconsts"] + params["body_nconsts"]
+        of_cond, of_body = values[: params["cond_nconsts"]], values[params["cond_nconsts"] : first]
+        condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+        carry = _fixed_point(
+            values[first:], scope, lambda carry: self.axes(body, [*of_body, *carry], scope)
+        )
+        (varying,) = self.axes(condition, [*of_cond, *carry], scope)
+        own_way, must_agree = _partitioned_axes(eqn, varying)
+        if own_way:
+            return self._shard_by_shard(self._while, own_way, eqn, values, frame)
+        axes = [value.axes for value in carry]
+
+        def goes_on(xs: Sequence[AnyLeaf], differences: Differences) -> tuple[Any, Differences]:
+            inner = Frame(scope, differences)
+            (go,) = self.run(condition, [*of_cond, *_stacked(xs, axes)], inner)
+            # Where shards do not agree, all stop: the difference is reported, and no loop runs for ever.
+            every = jnp.all(go.x, tuple(range(len(go.axes))))
+            return every & self._one_copy(eqn, 0, go, must_agree, inner).x, inner.differences
+
+        def is_next(state: Any) -> Any:
+            rounds, go, _, _ = state
+            return jnp.any(go) & (self.most_rounds is None or rounds < self.most_rounds)
+
+        def once(state: Any) -> Any:
+            rounds, go, xs, differences = state
+            like, inputs = [*of_body, *carry], [*_arrays(of_body), *xs]
+            new, differences = self._run_as(body, like, axes, scope, differences, *inputs)
+            if go.ndim:
+                # A loop under `vmap` has a predicate for each lane. A lane that has ended keeps its values.
+                new = [
+                    _in_lanes(go, a, b, names) for a, b, names in zip(new, xs, axes, strict=True)
+                ]
+            go, differences = goes_on(new, differences)
+            return rounds + 1, go, new, differences
+
+        go, differences = goes_on(_arrays(carry), frame.differences)
+        start = jnp.int32(0), go, _arrays(carry), differences
+        _, go, xs, frame.differences = jax.lax.while_loop(is_next, once, start)
+        if self.most_rounds is not None:
+            stopped = jnp.any(go).astype(np.float32)
+            self._note(eqn, _UNENDED, stopped, jnp.zeros(2, np.int32), frame)
+        return _stacked(xs, axes)
+
+    def _scan(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
+        params, scope, body = eqn.params, frame.scope, eqn.params["jaxpr"]
+        first, carries = jaxprs.counts_of_scan(eqn)
+        consts, scanned = values[:first], values[first + carries :]
+        # The types of one round: enough to ask along which axes its results are stacked.
+        slices = [Stacked(_one_round(value), value.axes) for value in scanned]
+
+        def after(carry: Sequence[Stacked]) -> list[Axes]:
+            return self.axes(body, [*consts, *carry, *slices], scope)
+
+        carry = _fixed_point(values[first : first + carries], scope, after)
+        axes = [*(value.axes for value in carry), *after(carry)[carries:]]
+
+        def once(state: Any, xs: Any) -> Any:
+            differences, *mine = state
+            like, inputs = [*consts, *carry, *slices], [*_arrays(consts), *mine, *xs]
+            results, differences = self._run_as(body, like, axes, scope, differences, *inputs)
+            return (differences, *results[:carries]), results[carries:]
+
+        (frame.differences, *last), ys = jax.lax.scan(
+            once,
+            (frame.differences, *_arrays(carry)),
+            [jnp.moveaxis(value.x, len(value.axes), 0) for value in scanned],
+            length=params["length"],
+            reverse=params["reverse"],
+        )
+        ys = [jnp.moveaxis(y, 0, len(mine)) for y, mine in zip(ys, axes[carries:], strict=True)]
+        return _stacked([*last, *ys], axes)
+
+    def _run_as(
+        self,
+        jaxpr: Jaxpr,
+        like: Sequence[Stacked],
+        axes: Sequence[Axes],
+        scope: Scope,
+        differences: Differences,
+        *xs: AnyLeaf,
+    ) -> tuple[list[Any], Differences]:
+        """The results, stacked along `axes`, of a jaxpr on arrays that are stacked as `like`."""
+        inner = Frame(scope, differences)
+        results = self.run(jaxpr, _stacked(xs, [value.axes for value in like]), inner)
+        pairs = zip(results, axes, strict=True)
+        return [scope.spread(value, names).x for value, names in pairs], inner.differences
+
+    def _shard_by_shard(
+        self,
+        rule: _Rule,
+        over: Sequence[Hashable],
+        eqn: Equation,
+        values: Sequence[Stacked],
+        frame: Frame,
+    ) -> list[Stacked]:
+        """Run an equation shard by shard along some axes, so that each runs nothing but its own way."""
+        scope = frame.scope
+        sizes = {name: size for name, size in scope.sizes.items() if name not in over}
+        stacked = [i for i, value in enumerate(values) if set(value.axes) & set(over)]
+        flat = {i: scope.flat(values[i], over) for i in stacked}
+        # The axes of the results are known only after the function has been traced.
+        axes: list[Axes] = []
+
+        def shard(item: Any) -> Any:
+            indices, xs = item
+            mine = list(values)
+            for i, x in zip(stacked, xs, strict=True):
+                mine[i] = Stacked(x, flat[i][1])
+            here = dict(zip(over, indices, strict=True))
+            inner = Frame(Scope(sizes, {**scope.indices, **here}), self.no_differences)
+            results = rule(eqn, mine, inner)
+            axes[:] = [value.axes for value in results]
+            return _arrays(results), inner.differences
+
+        shape = scope.shape(over)
+        grid = jnp.indices(shape, dtype=jnp.int32).reshape(len(shape), -1)
+        xs, (amounts, positions) = jax.lax.map(shard, (list(grid), [flat[i][0] for i in stacked]))
+        worst = jnp.argmax(amounts, 0)
+        frame.note(
+            jnp.take_along_axis(amounts, worst[None], 0)[0],
+            jnp.take_along_axis(positions, worst[None, :, None], 0)[0],
+        )
+        return [scope.unflat(x, over, rest) for x, rest in zip(xs, axes, strict=True)]
+
+    # Promises
+
+    def _one_copy(
         self, eqn: Equation, index: int, value: Stacked, left: Sequence[Hashable], frame: Frame
     ) -> Stacked:
         """Keep one copy along the axes `left`, and note by how much the others differ."""
         if not left:
             return value
-        amount, position = largest_difference(value, left)
+        amount, position = _largest_difference(value, left)
         promise = self.promises[self._promise_numbers[id(eqn), index]]
         stack = promise.stack_number(value, left)
         self._note(eqn, index, amount, jnp.stack([stack, position]), frame)
@@ -205,82 +399,172 @@ class Replay:
         first = tuple(0 if name in left else slice(None) for name in value.axes)
         return Stacked(value.x[first], tuple(name for name in value.axes if name not in left))
 
-    def stopped(self, eqn: Equation, goes_on: jax.Array, frame: Frame) -> None:
-        """Note whether a loop that was stopped would have gone on."""
-        self._note(eqn, UNENDED, goes_on.astype(np.float32), jnp.zeros(2, np.int32), frame)
-
     def _note(
         self, eqn: Equation, index: int, amount: jax.Array, position: jax.Array, frame: Frame
     ) -> None:
         here = np.arange(len(self.promises)) == self._promise_numbers[id(eqn), index]
         frame.note(jnp.where(here, amount, 0), jnp.where(here[:, None], position, 0))
 
+    def broken(self, differences: Differences, paths: Sequence[str]) -> dict[int, BrokenPromise]:
+        """The promises that do not hold, by their numbers.
 
-class PromotedReplay(Replay):
-    """The same with floats in double precision."""
+        **Arguments:**
 
-    most_rounds = MOST_ROUNDS
+        - `differences`: those that a run has found.
+        - `paths`: the paths of the results of the program.
+        """
+        amounts, positions = map(np.asarray, differences)
+        named = dict(zip(map(id, self.jaxpr.outvars), paths, strict=False))
+        return {
+            number: promise.as_broken(named, float(amounts[number]), positions[number])
+            for number, promise in enumerate(self.promises)
+            if amounts[number] and promise.index != _UNENDED
+        }
 
-    def __init__(self, name: str, jaxpr: Jaxpr) -> None:
-        super().__init__(name, jaxpr)
-        self.arithmetic: Promoted = Promoted()
+    def unended(self, differences: Differences) -> list[Equation]:
+        """The loops that were stopped."""
+        pairs = zip(self.promises, np.asarray(differences[0]), strict=True)
+        return [promise.eqn for promise, amount in pairs if promise.index == _UNENDED and amount]
+
+    @property
+    def loops(self) -> bool:
+        """Whether there are loops that might not end."""
+        return any(promise.index == _UNENDED for promise in self.promises)
 
 
-class NoisyReplay(Replay):
-    """The same with floats in double precision and with noise, which is the first input.
+@dataclasses.dataclass(eq=False)
+class _Promise:
+    """A result that must be the same on several shards.
 
-    **Arguments:**
+    That is a result of a `shard_map` whose out spec leaves a mesh axis out, or a predicate of control flow
+    with collectives inside. Or a loop that must end.
 
-    - `rounded`: that of `Noisy`.
+    **Attributes:**
+
+    - `eqn`, `index`: the equation, and the number of its result.
+    - `spec`: the out spec; `None` for a predicate.
+    - `stacks`: the ways in which the result has been stacked, of which there are several where an equation is
+        replayed several times: the mesh axes; the shape of the array; and the axes along which all shards
+        must have the same value.
     """
 
-    most_rounds = MOST_ROUNDS
+    eqn: Equation
+    index: int
+    spec: PartitionSpec | None = None
+    stacks: list[tuple[Axes, tuple[int, ...], Axes]] = dataclasses.field(default_factory=list)
 
-    def __init__(self, name: str, jaxpr: Jaxpr, rounded: Collection[tuple[str, float]]) -> None:
-        super().__init__(name, jaxpr)
-        self.rounded = rounded
+    def stack_number(self, value: Stacked, left: Sequence[Hashable]) -> int:
+        """The number in `stacks` of the way in which a result is stacked."""
+        stack = value.axes, tuple(value.x.shape), tuple(left)
+        if stack not in self.stacks:
+            self.stacks.append(stack)
+        return self.stacks.index(stack)
 
-    def __call__(self, noise: Any, *arrays: Any) -> tuple[list[jax.Array], Differences]:
-        self.arithmetic = Noisy(noise, self.rounded)
-        try:
-            return super().__call__(*arrays)
-        finally:
-            # It holds tracers, which must not outlive their trace.
-            self.arithmetic = OwnDtypes()
+    def as_broken(
+        self, named: Mapping[int, str], amount: float, position: Numbers
+    ) -> BrokenPromise:
+        """The promise and the difference that was found, as messages describe them."""
+        axes, shape, left = self.stacks[int(position[0])]
+        index = tuple(map(int, np.unravel_index(int(position[1]), shape)))
+        other = dict(zip(axes, index, strict=False))
+        first = {name: 0 if name in left else at for name, at in other.items()}
+        result: Any = self.eqn.outvars[self.index]
+        control, collectives = "", set()
+        if self.spec is None:
+            control = self.eqn.primitive.name
+            collectives = {inner.primitive.name for inner in nested_collectives(self.eqn)}
+        return BrokenPromise(
+            path=named.get(id(result), f"result {self.index} of a shard_map"),
+            what=f"{result.aval.dtype}[{','.join(map(str, result.aval.shape))}]",
+            spec=self.spec,
+            axis_names=left,
+            amount=amount,
+            index=index[len(axes) :],
+            shards=(errors.axes_str(first), errors.axes_str(other)),
+            control=control,
+            collectives=tuple(sorted(collectives)),
+        )
 
 
-def _plain(
-    replay: Replays, eqn: Equation, values: Sequence[Stacked], frame: Frame
-) -> list[Stacked]:
-    return frame.scope.over_axes(lambda *xs: replay.arithmetic.bind(eqn, xs), values)
-
-
-def _axis_index(name: Hashable, scope: Scope) -> Stacked:
-    if name in scope.indices:
-        return Stacked(scope.indices[name])
-    return Stacked(jnp.arange(scope.sizes[name], dtype=jnp.int32), (name,))
-
-
-def _promises(jaxpr: Jaxpr) -> Iterator[Promise]:
+def _promises(jaxpr: Jaxpr) -> Iterator[_Promise]:
     """What must hold: results with one copy for several shards and predicates are the same, and loops end."""
-    for eqn in {id(eqn): eqn for eqn in all_equations(jaxpr)}.values():
+    for eqn in {id(eqn): eqn for eqn in jaxprs.all_equations(jaxpr)}.values():
         name = eqn.primitive.name
         if name in ("cond", "while"):
-            yield Promise(eqn, 0)
+            yield _Promise(eqn, 0)
         if name == "while":
-            yield Promise(eqn, UNENDED)
+            yield _Promise(eqn, _UNENDED)
         if name == "shard_map":
             for k, spec in enumerate(eqn.params["out_specs"]):
                 if {*new_axes(eqn)} - {*names_of_spec(spec)}:
-                    yield Promise(eqn, k, spec)
+                    yield _Promise(eqn, k, spec)
+
+
+def _largest_difference(value: Stacked, left: Sequence[Hashable]) -> tuple[jax.Array, jax.Array]:
+    """By how much shards differ along the axes `left`, and where in the stacked array they differ most."""
+    x = data_of(value.x)
+    if x.size == 0:
+        return jnp.float32(0), jnp.int32(0)
+    at = tuple(slice(0, 1) if name in left else slice(None) for name in value.axes)
+    difference = more_than_rounding(x, x[at])
+    # The data of a key has an axis that the key does not have.
+    difference = difference.max(tuple(range(value.x.ndim, x.ndim)))
+    return jnp.max(difference), jnp.argmax(difference).astype(jnp.int32)
+
+
+def _partitioned_axes(
+    eqn: Equation, axes: Sequence[Hashable]
+) -> tuple[list[Hashable], list[Hashable]]:
+    """The axes along which a predicate may differ: those without and those with collectives inside.
+
+    Along the first each shard goes its own way. Along the others all shards must agree: one that went another
+    way would never reach the collectives.
+    """
+    communicating = communicating_axes(eqn)
+    return [n for n in axes if n not in communicating], [n for n in axes if n in communicating]
+
+
+def _fixed_point(
+    carry: Sequence[Stacked],
+    scope: Scope,
+    after: Callable[[Sequence[Stacked]], list[Axes]],
+) -> list[Stacked]:
+    """What a loop carries, stacked along all axes along which it may differ after any number of rounds."""
+    # In each round a value can spread along further axes, until there is no axis left.
+    while True:
+        new = after(carry)[: len(carry)]
+        grown = [scope.spread(value, axes) for value, axes in zip(carry, new, strict=True)]
+        if all(a is b for a, b in zip(grown, carry, strict=True)):
+            return grown
+        carry = grown
+
+
+def _in_lanes(lanes: jax.Array, new: AnyLeaf, old: AnyLeaf, axes: Axes) -> AnyLeaf:
+    """New values in some lanes, which come after the mesh axes."""
+    shape = (*[1] * len(axes), *lanes.shape)
+    return jnp.where(lanes.reshape(*shape, *[1] * (new.ndim - len(shape))), new, old)
+
+
+def _one_round(value: Stacked) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of one entry of an array that a scan loops over."""
+    shape = (*value.x.shape[: len(value.axes)], *value.shape[1:])
+    return jax.ShapeDtypeStruct(shape, value.x.dtype)
+
+
+def _stacked(xs: Sequence[AnyLeaf], axes: Sequence[Axes]) -> list[Stacked]:
+    return [Stacked(x, names) for x, names in zip(xs, axes, strict=True)]
+
+
+def _arrays(values: Sequence[Stacked]) -> list[Any]:
+    return [value.x for value in values]
 
 
 def _not_replayed(eqn: Equation) -> str:
     """Why an equation that is no collective cannot be replayed; an empty string if it can."""
     if any(hasattr(var.aval, "inner_aval") for var in (*eqn.invars, *eqn.outvars)):
         return "it reads or writes a reference"
-    for one in nested_equations(eqn):
-        name = one.primitive.name
+    for inner in jaxprs.nested_equations(eqn):
+        name = inner.primitive.name
         if name in RULES or name in ("shard_map", "axis_index"):
             return f"it runs `{name}` inside"
     return ""

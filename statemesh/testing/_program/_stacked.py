@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -73,25 +74,28 @@ class Scope:
         new = [i for i, name in enumerate(axes) if name not in value.axes]
         if not new:
             return value
-        x = jnp.expand_dims(value.x, new)
-        return Stacked(jnp.broadcast_to(x, (*self.shape(axes), *value.shape)), axes)
+        numpy = _numpy_of(value.x)
+        x = numpy.expand_dims(value.x, new)
+        return Stacked(numpy.broadcast_to(x, (*self.shape(axes), *value.shape)), axes)
 
     def ordered(self, x: ArrayLike, names: Sequence[Hashable], at: Sequence[int]) -> Stacked:
         """The value of an array whose axes `at` are the mesh axes `names`."""
         found = dict(zip(names, at, strict=True))
         axes = self.in_order(names)
-        return Stacked(jnp.moveaxis(x, [found[name] for name in axes], range(len(axes))), axes)
+        return Stacked(
+            _numpy_of(x).moveaxis(x, [found[name] for name in axes], range(len(axes))), axes
+        )
 
-    def flat(self, value: Stacked, names: Sequence[Hashable]) -> tuple[jax.Array, Axes]:
+    def flat(self, value: Stacked, names: Sequence[Hashable]) -> tuple[Any, Axes]:
         """An array with all shards along `names` on its first axis, and the mesh axes that follow."""
         value = self.spread(value, names)
         rest = tuple(name for name in value.axes if name not in names)
         order = [value.axes.index(name) for name in (*names, *rest)]
-        x = jnp.moveaxis(value.x, order, range(len(order)))
+        x = _numpy_of(value.x).moveaxis(value.x, order, range(len(order)))
         count = math.prod(self.shape(names))
         return x.reshape(count, *x.shape[len(names) :]), rest
 
-    def unflat(self, x: jax.Array, names: Sequence[Hashable], rest: Sequence[Hashable]) -> Stacked:
+    def unflat(self, x: Any, names: Sequence[Hashable], rest: Sequence[Hashable]) -> Stacked:
         """The inverse of `flat`."""
         x = x.reshape(*self.shape(names), *x.shape[1:])
         return self.ordered(x, [*names, *rest], range(len(names) + len(rest)))
@@ -119,6 +123,11 @@ class Scope:
             order += [*map(value.axes.index, entry), len(value.axes) + dim]
             shape.append(size * math.prod(self.shape(entry)))
         return Stacked(value.x.transpose(order).reshape(shape), tuple(outer))
+
+
+def _numpy_of(x: object) -> Any:
+    """What moves an array: a NumPy array stays one, so that nothing is compiled for it."""
+    return np if isinstance(x, np.ndarray) else jnp
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[Axes]:

@@ -1,18 +1,69 @@
-"""The traced program of a call, and the tree of its results."""
+"""The traced program of a call, the tree of its results, and arrays as a program on one device takes them."""
 
 import dataclasses
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import statemesh as sm
 
+from .._caches import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
 from ._jaxprs import Jaxpr
-from ._one_device import type_of
+from ._numbers import is_key
+
+
+# A function that puts an array somewhere else.
+Placing: TypeAlias = Callable[[jax.Array], jax.Array]
+
+NO_MESH = AbstractMesh((), ())
+
+
+def type_of(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The type without a sharding, which on Explicit axes is a part of it."""
+    weak = bool(getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
+
+
+def as_array(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def on_one_device(x: Any) -> Any:
+    """The array, laid out so that it can meet any other array in one operation."""
+    if is_typed(x):
+        mesh = jax.typeof(x).sharding.mesh
+        auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+        return jax.sharding.reshard(x, NamedSharding(auto, PartitionSpec()))
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
+        return x
+    if is_key(x):
+        data = jnp.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jnp.asarray(np.asarray(x))
+
+
+def is_typed(x: object) -> bool:
+    """Whether the type of a traced value has a sharding over Explicit mesh axes."""
+    if not isinstance(x, jax.core.Tracer):
+        return False
+    mesh = jax.typeof(x).sharding.mesh
+    return not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def placing_like(x: Any) -> Placing | None:
+    """The function that puts a cotangent where its primal `x` lies; `None` where it may lie anywhere."""
+    if is_typed(x):
+        return lambda ct: jax.sharding.reshard(ct, jax.typeof(x).sharding)
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
+        return None
+    return lambda ct: jax.device_put(ct, x.sharding)
 
 
 # A part of the message of `pmap2` where there are fewer devices than lanes.
@@ -48,6 +99,24 @@ class Trace:
 
 def is_array_or_type(x: object) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def is_numpy(x: object) -> bool:
+    """Whether a leaf is an array of NumPy that JAX traces: those of strings or objects are static."""
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"
+
+
+def leaf_key(x: AnyLeaf) -> Hashable:
+    """What a traced program knows of a leaf of its arguments."""
+    if is_array_or_type(x):
+        return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
+    # A static leaf whose value cannot be known is never equal to another.
+    return static_key(x) or object()
+
+
+def is_number_or_type(x: object) -> bool:
+    """Whether a leaf is an array, the type of one, or a number of Python."""
+    return eqx.is_array_like(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def trace(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:

@@ -13,9 +13,12 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from jax.typing import DTypeLike
 
+import statemesh as sm
+
 from .. import _errors as errors
+from .._errors import check
 from .._types import DType
-from ._meshes import Draw, check
+from ._meshes import Draw
 
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -66,7 +69,17 @@ def arrays(
         _check_shape(shape)
     for argument, number in (("min_value", min_value), ("max_value", max_value)):
         check("arrays", argument, number, Real, "a number")
-    return _arrays(shape, dtype, min_value, max_value)
+
+    @st.composite
+    def drawn(draw: Draw) -> Array:
+        side_or_sides: Any = draw(shape) if isinstance(shape, st.SearchStrategy) else shape
+        sides = (side_or_sides,) if isinstance(side_or_sides, int) else tuple(side_or_sides)
+        exact = _checked(draw(dtype) if isinstance(dtype, st.SearchStrategy) else dtype)
+        count = max(1, min(PERIOD, math.prod(sides)))
+        few = draw(st.lists(_numbers(exact, min_value, max_value), min_size=1, max_size=count))
+        return np.resize(np.array(few, exact), sides)
+
+    return drawn()
 
 
 def _check_shape(shape: object) -> None:
@@ -77,29 +90,22 @@ def _check_shape(shape: object) -> None:
         )
 
 
-@st.composite
-def _arrays(draw: Draw, shape: Any, dtype: Any, least: int | float, most: int | float) -> Array:
-    shape = draw(shape) if isinstance(shape, st.SearchStrategy) else shape
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    dtype = _checked(draw(dtype) if isinstance(dtype, st.SearchStrategy) else dtype)
-    count = max(1, min(PERIOD, math.prod(shape)))
-    few = draw(st.lists(_numbers(dtype, least, most), min_size=1, max_size=count))
-    return np.resize(np.array(few, dtype), shape)
-
-
 def _checked(dtype: DTypeLike) -> DType:
     """The dtype, if JAX has it."""
-    found = np.dtype(dtype)
-    is_number = found == np.bool_ or jnp.issubdtype(found, np.number)
-    if not is_number or found.itemsize > (16 if found.kind == "c" else 8):
-        raise errors.unknown_dtype(found)
-    kept = jax.dtypes.canonicalize_dtype(found)
-    if kept != found:
-        raise errors.wide_dtype(found, kept)
-    return found
+    exact = np.dtype(dtype)
+    is_number = exact == np.bool_ or jnp.issubdtype(exact, np.number)
+    if not is_number or exact.itemsize > (16 if exact.kind == "c" else 8):
+        raise sm.StatemeshError(f"arrays: JAX has no arrays of dtype {exact}.")
+    kept = jax.dtypes.canonicalize_dtype(exact)
+    if kept != exact:
+        raise sm.StatemeshError(
+            f"arrays: without jax_enable_x64, JAX makes {kept} of dtype {exact}. Ask for {kept}, or set "
+            "jax.config.update('jax_enable_x64', True)."
+        )
+    return exact
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _numbers(dtype: DType, least: int | float, most: int | float) -> st.SearchStrategy[Any]:
     """Python numbers from `least` to `most` that the dtype can hold exactly."""
     if dtype == np.bool_:
@@ -149,7 +155,7 @@ def _at_least(dtype: DType, bound: int | float) -> float:
     near = np.asarray(max(bound, -largest)).astype(dtype)
     if float(near) < bound:
         near = np.nextafter(near, np.asarray(largest).astype(dtype))
-    found = float(near)
-    if 0 < found < tiny:
+    number = float(near)
+    if 0 < number < tiny:
         return tiny
-    return -0.0 if -tiny < found < 0 else found
+    return -0.0 if -tiny < number < 0 else number

@@ -20,7 +20,7 @@ Key: TypeAlias = Any
 KeyPath: TypeAlias = tuple[Key, ...]
 Filter: TypeAlias = Any
 # A function that draws one filter.
-Form: TypeAlias = Callable[[], Filter]
+Drawing: TypeAlias = Callable[[], Filter]
 
 
 def filters(*, tree: PyTree) -> st.SearchStrategy[Filter]:
@@ -49,8 +49,22 @@ def filters(*, tree: PyTree) -> st.SearchStrategy[Filter]:
         ```
     """
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=sm.is_state)[0]
-    found = [PathAndState(tuple(path), unit) for path, unit in flat if sm.is_state(unit)]
-    return _filters(found)
+    states = [PathAndState(tuple(path), unit) for path, unit in flat if sm.is_state(unit)]
+
+    @st.composite
+    def drawn(draw: Draw) -> Filter:
+        if not states:
+            return draw(st.sampled_from(EVERYTHING + NOTHING))
+        # Sometimes a filter that matches everything or nothing. `...` comes first, so that filters shrink to
+        # it.
+        kind = draw(st.integers(0, 15))
+        if kind in (0, 15):
+            return draw(st.sampled_from(NOTHING if kind else EVERYTHING))
+        return _FilterMaker(draw, states).filter(
+            draw(st.sampled_from(states)), draw(st.integers(0, 3))
+        )
+
+    return drawn()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,104 +108,80 @@ EVERYTHING = (..., True, sm.filters.Everything())
 NOTHING = (None, False, sm.filters.Nothing())
 
 
-@st.composite
-def _filters(draw: Draw, found: Sequence[PathAndState]) -> Filter:
-    if not found:
-        return draw(st.sampled_from(EVERYTHING + NOTHING))
-    # Sometimes a filter that matches everything or nothing. `...` comes first, so that filters shrink to it.
-    kind = draw(st.integers(0, 15))
-    if kind in (0, 15):
-        return draw(st.sampled_from(NOTHING if kind else EVERYTHING))
-    return _FilterMaker(draw, found).matching(draw(st.sampled_from(found)), draw(st.integers(0, 3)))
-
-
 @dataclasses.dataclass(frozen=True)
 class _FilterMaker:
     """Draws filters that match a given state, and filters that do not."""
 
     draw: Draw
-    found: Sequence[PathAndState]
+    states: Sequence[PathAndState]
 
     def one_of(self, of: Sequence[Any]) -> Any:
         return self.draw(st.sampled_from(of))
 
-    def matching(self, one: PathAndState, deep: int) -> Filter:
-        """A filter that matches a state."""
-        forms: list[Form] = [
-            lambda: self.one_of(EVERYTHING),
-            lambda: self.of_type(one.kinds),
-            lambda: self.one_of(_functions(one)),
-            lambda: _where(self.one_of(one.nodes)),
-        ]
-        if one.state.tag:
-            forms.append(lambda: self.with_tag(one.state.tag))
-        if one.path:
-            forms.append(lambda: sm.filters.PathContains(self.one_of(one.names)))
+    def filter(self, state: PathAndState, deep: int, matches: bool = True) -> Filter:
+        """A filter that matches a state or does not. It may match others of the tree."""
         if deep and self.draw(st.booleans()):
-            forms = [
-                lambda: self.any_of(self.mixed(self.matching, one, deep)),
-                lambda: sm.filters.All(*self.several(self.matching, one, deep)),
-                lambda: sm.filters.Not(self.not_matching(one, deep - 1)),
-            ]
-        return self.one_of(forms)()
-
-    def not_matching(self, one: PathAndState, deep: int) -> Filter:
-        """A filter that does not match a state. It may match others of the tree."""
-        kinds = {kind for other in self.found for kind in other.kinds}.union(KINDS) - {*one.kinds}
-        tags = {tag for other in self.found for tag in other.state.tag} - one.state.tag
-        names = {str(name): name for other in self.found for name in other.names}
-        for name in one.names:
-            names.pop(str(name), None)
-        nodes = [node for other in self.found for node in other.nodes if node not in one.nodes]
-        forms: list[Form] = [
-            lambda: self.one_of(NOTHING),
-            lambda: self.of_type(sorted(kinds, key=lambda kind: kind.__qualname__)),
-            lambda: _as_deep_as(len(one.path) + 1),
+            return self.nested(state, deep - 1, matches)
+        tags: Iterable[str]
+        whole: tuple[Filter, ...]
+        if matches:
+            kinds, tags, names = state.kinds, state.state.tag, state.names
+            nodes, functions, whole = state.nodes, _functions(state), EVERYTHING
+        else:
+            others = {kind for other in self.states for kind in other.kinds}.union(KINDS)
+            kinds = sorted(others - {*state.kinds}, key=lambda kind: kind.__qualname__)
+            tags = {tag for other in self.states for tag in other.state.tag} - state.state.tag
+            by_text = {str(name): name for other in self.states for name in other.names}
+            mine = {str(name) for name in state.names}
+            names = [name for text, name in by_text.items() if text not in mine]
+            nodes = [x for other in self.states for x in other.nodes if x not in state.nodes]
+            functions, whole = [_as_deep_as(len(state.path) + 1)], NOTHING
+        kind, tag = sm.filters.OfType, sm.filters.WithTag
+        forms: list[Drawing] = [
+            lambda: self.one_of(whole),
+            lambda: self.bare_or(kind, self.one_of(kinds)),
+            lambda: self.one_of(functions),
         ]
-        if tags:
-            forms.append(lambda: self.with_tag(tags))
-        if names:
-            forms.append(lambda: sm.filters.PathContains(self.one_of(list(names.values()))))
         if nodes:
             forms.append(lambda: _where(self.one_of(nodes)))
-        if deep and self.draw(st.booleans()):
-            forms = [
-                lambda: self.any_of(self.several(self.not_matching, one, deep)),
-                lambda: sm.filters.All(*self.mixed(self.not_matching, one, deep)),
-                lambda: sm.filters.Not(self.matching(one, deep - 1)),
-            ]
+        if tags:
+            forms.append(lambda: self.bare_or(tag, self.one_of(sorted(tags))))
+        if names:
+            forms.append(lambda: sm.filters.PathContains(self.one_of(names)))
         return self.one_of(forms)()
 
-    def of_type(self, kinds: Sequence[type]) -> Filter:
-        kind = self.one_of(kinds)
-        return self.one_of([kind, sm.filters.OfType(kind)])
+    def bare_or(self, wrapper: Fun, value: Any) -> Filter:
+        return self.one_of([value, wrapper(value)])
 
-    def with_tag(self, tags: Iterable[str]) -> Filter:
-        tag = self.one_of(sorted(tags))
-        return self.one_of([tag, sm.filters.WithTag(tag)])
+    def nested(self, state: PathAndState, deep: int, matches: bool) -> Filter:
+        """Such a filter of several. Of `Any` one has to match, of `All` every one."""
 
-    def any_of(self, parts: list[Filter]) -> Filter:
-        return self.one_of([list, tuple, lambda parts: sm.filters.Any(*parts)])(parts)
+        def alike() -> list[Filter]:
+            count = self.draw(st.integers(int(matches), 3))
+            return [self.filter(state, deep, matches) for _ in range(count)]
 
-    def several(self, form: Fun, one: PathAndState, deep: int) -> list[Filter]:
-        """Up to three filters of a form; at least one of those that match."""
-        least = 1 if form == self.matching else 0
-        return [form(one, deep - 1) for _ in range(self.draw(st.integers(least, 3)))]
+        def mixed() -> list[Filter]:
+            parts = [self.filter(state, deep, matches)]
+            for _ in range(self.draw(st.integers(0, 2))):
+                other = self.filter(state, deep, self.one_of([True, False]))
+                parts.insert(self.draw(st.integers(0, len(parts))), other)
+            return parts
 
-    def mixed(self, form: Fun, one: PathAndState, deep: int) -> list[Filter]:
-        """A filter of a form, among filters of either form."""
-        parts = [form(one, deep - 1)]
-        for _ in range(self.draw(st.integers(0, 2))):
-            other = self.one_of([self.matching, self.not_matching])(one, deep - 1)
-            parts.insert(self.draw(st.integers(0, len(parts))), other)
-        return parts
+        of_any, of_all = (mixed, alike) if matches else (alike, mixed)
+        union = lambda parts: sm.filters.Any(*parts)
+        forms: list[Drawing] = [
+            lambda: self.one_of([list, tuple, union])(of_any()),
+            lambda: sm.filters.All(*of_all()),
+            lambda: sm.filters.Not(self.filter(state, deep, not matches)),
+        ]
+        return self.one_of(forms)()
 
 
-def _functions(one: PathAndState) -> list[PrintableFunction]:
+def _functions(unit: PathAndState) -> list[PrintableFunction]:
     """Functions that match a state."""
-    name, kind = one.state.name, type(one.state)
+    name, kind = unit.state.name, type(unit.state)
     return [
-        _as_deep_as(len(one.path)),
+        _as_deep_as(len(unit.path)),
         PrintableFunction(
             f"lambda path, state: state.name == {name!r}", lambda path, state: state.name == name
         ),

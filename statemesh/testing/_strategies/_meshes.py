@@ -1,17 +1,21 @@
-"""Strategies for meshes, for specs, and for the shapes that a spec divides."""
+"""Strategies for meshes, for specs, and for the shapes that a spec divides; `given_meshes`."""
 
 import math
-import types
 from collections.abc import Callable, Hashable, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+import statemesh as sm
+
 from .. import _errors as errors
+from .._errors import check
+from .._types import Fun
 
 
 Shape: TypeAlias = tuple[int, ...]
@@ -23,14 +27,6 @@ else:
     Draw = Callable[..., Any]
 SpecEntry: TypeAlias = Hashable | tuple[Hashable, ...] | None
 NAMES = ("x", "y", "z")
-
-
-def check(
-    what: str, argument: str, value: object, kinds: type | types.UnionType, expected: str
-) -> None:
-    """Refuse what is not of these types. A truth value is no number."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds in (Integral, Real)):
-        raise errors.bad_keyword(what, argument, value, expected)
 
 
 def check_mesh(what: str, mesh: object) -> None:
@@ -81,40 +77,43 @@ def meshes(
         )
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
         if not names:
-            raise errors.no_axis_names()
+            raise sm.StatemeshError(
+                "meshes: axis_names is empty. Name an axis, or leave it out for axes called 'x', 'y' and 'z'."
+            )
     if max_devices is not None:
         check("meshes", "max_devices", max_devices, Integral, "an int, 1 or more")
         if max_devices < 1:
-            raise errors.no_devices(max_devices)
+            raise sm.StatemeshError(
+                f"meshes: max_devices={max_devices}, and a mesh has at least one device. Give a positive "
+                "number, or leave it out for all devices."
+            )
     kinds = "several jax.sharding.AxisType"
     check("meshes", "axis_types", axis_types, Sequence, kinds)
     if not axis_types or not all(isinstance(kind, AxisType) for kind in axis_types):
         raise errors.bad_keyword("meshes", "axis_types", axis_types, kinds)
-    return _meshes(names, max_devices, tuple(axis_types))
 
+    @st.composite
+    def drawn(draw: Draw) -> Mesh:
+        devices = jax.devices()
+        if max_devices is not None and max_devices > len(devices):
+            raise sm.StatemeshError(
+                f"meshes: max_devices={max_devices}, and JAX has {len(devices)} "
+                f"device{'s' * (len(devices) != 1)}. Call statemesh.testing.set_devices({max_devices}) "
+                "before JAX starts, as in conftest.py, or allow fewer."
+            )
+        axes = NAMES[: draw(st.integers(1, len(NAMES)))] if names is None else names
+        # First the exponent of the number of devices is drawn. Then each axis takes a part of it, the first
+        # axis what is left.
+        left = draw(st.integers(0, (max_devices or len(devices)).bit_length() - 1))
+        powers: list[int] = []
+        for _ in axes[1:]:
+            powers.insert(0, draw(st.integers(0, left)))
+            left -= powers[0]
+        sizes = [2**power for power in (left, *powers)]
+        chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+        return Mesh(chosen, axes, axis_types=(draw(st.sampled_from(axis_types)),) * len(axes))
 
-@st.composite
-def _meshes(
-    draw: Draw,
-    names: tuple[Hashable, ...] | None,
-    most: int | None,
-    types: tuple[AxisType, ...],
-) -> Mesh:
-    devices = jax.devices()
-    if most is not None and most > len(devices):
-        raise errors.too_many_devices(most, len(devices))
-    if names is None:
-        names = NAMES[: draw(st.integers(1, len(NAMES)))]
-    # First the exponent of the number of devices is drawn. Then each axis takes a part of it, the first axis
-    # what is left.
-    left = draw(st.integers(0, (most or len(devices)).bit_length() - 1))
-    powers: list[int] = []
-    for _ in names[1:]:
-        powers.insert(0, draw(st.integers(0, left)))
-        left -= powers[0]
-    sizes = [2**power for power in (left, *powers)]
-    chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
-    return Mesh(chosen, names, axis_types=(draw(st.sampled_from(types)),) * len(names))
+    return drawn()
 
 
 def specs(*, shape: Sequence[int], mesh: AnyMesh) -> st.SearchStrategy[PartitionSpec]:
@@ -147,25 +146,25 @@ def specs(*, shape: Sequence[int], mesh: AnyMesh) -> st.SearchStrategy[Partition
     check("specs", "shape", shape, Sequence, sides)
     if not all(isinstance(side, Integral) for side in shape):
         raise errors.bad_keyword("specs", "shape", shape, sides)
-    return _specs(tuple(shape), mesh)
 
+    @st.composite
+    def drawn(draw: Draw) -> PartitionSpec:
+        # To Hypothesis fewer choices are simpler. So every spec is drawn in the same number of choices.
+        where = st.integers(0, len(shape))
+        left = list(shape)
+        split: list[list[Hashable]] = [[] for _ in shape]
+        for name in draw(st.permutations(mesh.axis_names)):
+            size = mesh.shape[name]
+            ways = [None, *(axis for axis, count in enumerate(left) if count % size == 0)]
+            axis = ways[draw(where) % len(ways)]
+            if axis is not None:
+                left[axis] //= size
+                split[axis].append(name)
+        used = max((axis + 1 for axis, names in enumerate(split) if names), default=0)
+        written = max(used, draw(where))
+        return PartitionSpec(*[tuple(names) or None for names in split[:written]])
 
-@st.composite
-def _specs(draw: Draw, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
-    # To Hypothesis fewer choices are simpler. So every spec is drawn in the same number of choices.
-    where = st.integers(0, len(shape))
-    left = list(shape)
-    split: list[list[Hashable]] = [[] for _ in shape]
-    for name in draw(st.permutations(mesh.axis_names)):
-        size = mesh.shape[name]
-        ways = [None, *(axis for axis, count in enumerate(left) if count % size == 0)]
-        axis = ways[draw(where) % len(ways)]
-        if axis is not None:
-            left[axis] //= size
-            split[axis].append(name)
-    used = max((axis + 1 for axis, names in enumerate(split) if names), default=0)
-    written = max(used, draw(where))
-    return PartitionSpec(*[tuple(names) or None for names in split[:written]])
+    return drawn()
 
 
 def shapes(
@@ -217,23 +216,68 @@ def shapes(
     least = len(factors) if min_rank is None else min_rank
     most = max(least, 2) if max_rank is None else max_rank
     if least < len(factors):
-        raise errors.rank_too_low(spec, least)
+        raise sm.SpecError(
+            f"shapes: min_rank={least}, and {errors.spec_str(spec)} has {len(tuple(spec))} entries, one for "
+            "each axis of an array."
+        )
     if most < least or max_side < 1:
-        raise errors.no_shapes(least, most, max_side)
-    return _shapes(tuple(factors), least, most, max_side)
+        raise sm.StatemeshError(
+            f"shapes: there is no shape of rank {least} to {most} with sides from 1 to {max_side}. Give a "
+            "max_rank that is no less than min_rank, and a positive max_side."
+        )
 
+    @st.composite
+    def drawn(draw: Draw) -> Shape:
+        rank = draw(st.integers(least, most))
+        sides = draw(st.tuples(*[st.integers(1, max_side)] * rank))
+        spread = (*factors, *[1] * (rank - len(factors)))
+        return tuple(n * count for n, count in zip(sides, spread, strict=True))
 
-@st.composite
-def _shapes(draw: Draw, factors: Shape, least: int, most: int, side: int) -> Shape:
-    rank = draw(st.integers(least, most))
-    sides = draw(st.tuples(*[st.integers(1, side)] * rank))
-    spread = (*factors, *[1] * (rank - len(factors)))
-    return tuple(n * count for n, count in zip(sides, spread, strict=True))
+    return drawn()
 
 
 def split_count(entry: SpecEntry, spec: PartitionSpec, mesh: AnyMesh) -> int:
     """The number of parts into which an entry of a spec splits an axis."""
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if unknown := [name for name in names if name not in mesh.shape]:
-        raise errors.unknown_axes(spec, unknown, mesh.axis_names)
+        raise sm.SpecError(
+            f"shapes: {errors.spec_str(spec)} names {errors.names(unknown)}, and the mesh has the axes "
+            f"{errors.names(mesh.axis_names)}."
+        )
     return math.prod(mesh.shape[name] for name in names)
+
+
+def given_meshes(
+    *,
+    axis_names: Sequence[str] | None = None,
+    max_devices: int | None = None,
+    **given_by: st.SearchStrategy[Any],
+) -> Callable[[Fun], Fun]:
+    """`hypothesis.given` for a test that takes a mesh as its argument `mesh`.
+
+    **Arguments:**
+
+    - `axis_names`, `max_devices`: as for `meshes`.
+    - `given_by`: strategies for the other arguments of the test, by name.
+
+    **Returns:** a decorator.
+
+    !!! example
+
+        ```python
+        >>> import jax
+        >>> from hypothesis import settings
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.testing import arrays, assert_equivalent, given_meshes
+        >>> def share(x):
+        ...     return x / (1 + jax.lax.psum(abs(x).sum(), "data"))
+        >>> @settings(max_examples=5, deadline=None)
+        ... @given_meshes(axis_names=["data"], x=arrays(shape=(8, 2)))
+        ... def test_share(mesh, x):
+        ...     assert_equivalent(share, (x,), meshes=[mesh], in_specs=P("data"), out_specs=P("data"))
+        >>> test_share()
+
+        ```
+    """
+    drawn: st.SearchStrategy[Any] = meshes(axis_names=axis_names, max_devices=max_devices)
+    return given(mesh=drawn, **given_by)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import statemesh as sm
 
 from .. import _errors as errors
+from .._errors import check
 from .._types import AnyLeaf, DType, Fun, PyTree, tree_util
 from ._arrays import arrays
-from ._meshes import AnyMesh, Draw, Shape, check, check_mesh, specs, split_count
+from ._meshes import AnyMesh, Draw, Shape, check_mesh, specs, split_count
 
 
 Reduce: TypeAlias = str | Fun | None
@@ -93,52 +94,46 @@ def states(
     strategy = st.SearchStrategy | None
     check("states", "shapes", shapes, strategy, "a strategy of shapes")
     check("states", "dtypes", dtypes, strategy, "a strategy of dtypes")
-    for argument, given, what in (("tags", tags, "tags"), ("reduces", reduces, "policies")):
-        if isinstance(given, str) or not isinstance(given, Sequence):
-            raise errors.bad_keyword("states", argument, given, f"a list of {what}")
+    for argument, value, what in (("tags", tags, "tags"), ("reduces", reduces, "policies")):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise errors.bad_keyword("states", argument, value, f"a list of {what}")
     if mesh is not None:
         check_mesh("states", mesh)
-    shapes = st.sampled_from([(), (2,), (2, 1)]) if shapes is None else shapes
-    if dtypes is None:
-        dtypes = st.sampled_from([np.float32, np.int32, np.bool_, jnp.bfloat16, np.complex64])
-    return _states(tuple(kinds or KINDS), shapes, dtypes, tuple(tags), tuple(reduces), mesh)
+    of_shapes = st.sampled_from([(), (2,), (2, 1)]) if shapes is None else shapes
+    usual: list[AnyLeaf] = [np.float32, np.int32, np.bool_, jnp.bfloat16, np.complex64]
+    of_dtypes = st.sampled_from(usual) if dtypes is None else dtypes
 
+    @st.composite
+    def drawn(draw: Draw) -> sm.State:
+        kind: Any = draw(st.sampled_from(kinds or KINDS))
+        known: dict[str, Any] = {"name": draw(st.sampled_from([None, "n"]))}
+        known["tag"] = (
+            draw(st.lists(st.sampled_from(tags), unique=True, max_size=2)) if tags else None
+        )
+        if issubclass(kind, sm.RandomState):
+            spec, (count,) = draw(_placed((1,), mesh, True))
+            # To Hypothesis fewer choices are simpler. So a key is drawn in as many choices as other states.
+            bits = draw(st.tuples(*[st.booleans()] * 8))
+            key = jax.random.key(sum(2**n for n, bit in enumerate(bits) if bit))
+            key = key if spec is None else jax.random.split(key, count)
+            return kind(key, spec=spec, **known)
+        template = draw(st.sampled_from([0, {"a": 0, "b": (0, 0)}, [0, None]]))
+        leaves, treedef = tree_util.tree_flatten(template)
+        values, placements = [], []
+        for _ in leaves:
+            spec, shape = draw(_placed(draw(of_shapes), mesh, kind.always_replicated))
+            values.append(draw(arrays(shape=shape, dtype=of_dtypes)))
+            placements.append(spec)
+        same = all(spec == placements[0] for spec in placements)
+        reduce = draw(st.sampled_from(reduces))
+        return kind(
+            treedef.unflatten(values),
+            spec=placements[0] if same else treedef.unflatten(placements),
+            reduce=reduce if all(_has_meaning(reduce, x.dtype) for x in values) else None,
+            **known,
+        )
 
-@st.composite
-def _states(
-    draw: Draw,
-    kinds: tuple[type[sm.State], ...],
-    shapes: st.SearchStrategy[Shape],
-    dtypes: st.SearchStrategy[AnyLeaf],
-    tags: tuple[str, ...],
-    reduces: tuple[Reduce, ...],
-    mesh: AnyMesh | None,
-) -> sm.State:
-    kind: Any = draw(st.sampled_from(kinds))
-    known: dict[str, Any] = {"name": draw(st.sampled_from([None, "n"]))}
-    known["tag"] = draw(st.lists(st.sampled_from(tags), unique=True, max_size=2)) if tags else None
-    if issubclass(kind, sm.RandomState):
-        spec, (count,) = draw(_placed((1,), mesh, True))
-        # To Hypothesis fewer choices are simpler. So a key is drawn in as many choices as other states.
-        bits = draw(st.tuples(*[st.booleans()] * 8))
-        key = jax.random.key(sum(2**n for n, bit in enumerate(bits) if bit))
-        key = key if spec is None else jax.random.split(key, count)
-        return kind(key, spec=spec, **known)
-    template = draw(st.sampled_from([0, {"a": 0, "b": (0, 0)}, [0, None]]))
-    leaves, treedef = tree_util.tree_flatten(template)
-    values, placements = [], []
-    for _ in leaves:
-        spec, shape = draw(_placed(draw(shapes), mesh, kind.always_replicated))
-        values.append(draw(arrays(shape=shape, dtype=dtypes)))
-        placements.append(spec)
-    same = all(spec == placements[0] for spec in placements)
-    reduce = draw(st.sampled_from(reduces))
-    return kind(
-        treedef.unflatten(values),
-        spec=placements[0] if same else treedef.unflatten(placements),
-        reduce=reduce if all(_has_meaning(reduce, x.dtype) for x in values) else None,
-        **known,
-    )
+    return drawn()
 
 
 @st.composite
@@ -202,50 +197,47 @@ def modules(
 
         ```
     """
-    for argument, given in (("states", states), ("leaves", leaves)):
-        check("modules", argument, given, st.SearchStrategy | None, f"a strategy of {argument}")
+    for argument, value in (("states", states), ("leaves", leaves)):
+        check("modules", argument, value, st.SearchStrategy | None, f"a strategy of {argument}")
     for argument, number in (("min_states", min_states), ("max_states", max_states)):
         check("modules", argument, number, Integral, "an int, 0 or more")
     if not 0 <= min_states <= max_states:
-        raise errors.no_such_count(min_states, max_states)
+        raise sm.StatemeshError(
+            f"modules: no number of states is from min_states={min_states} to max_states={max_states}. Give "
+            "numbers, 0 or more, the smaller one first."
+        )
     check("modules", "shared", shared, bool, "True or False")
-    return _modules(
-        _of_any_kind() if states is None else states, leaves, min_states, max_states, shared
-    )
+    of_states = _of_any_kind() if states is None else states
+
+    @st.composite
+    def drawn(draw: Draw) -> sm.Module:
+        units = draw(st.lists(of_states, min_size=min_states, max_size=max_states))
+        if units and len(units) < max_states and draw(st.integers(0, 7)) == 7:
+            # A copy that differs from the first only by its path.
+            units.append(tree_util.tree_map(lambda x: x, units[0]))
+        units += draw(st.lists(_leaves() if leaves is None else leaves, max_size=3))
+        parts = draw(st.permutations(units))
+        while len(parts) > 4:
+            parts = [*parts[3:], _node(draw, parts[:3])]
+        # Sometimes one level more, so that paths of different lengths end alike.
+        if len(parts) > 1 and draw(st.booleans()):
+            cut = draw(st.integers(1, len(parts)))
+            parts = [_node(draw, parts[:cut]), *parts[cut:]]
+        if shared:
+            # The second place of the shared node may be on another level.
+            shareable = [
+                node for node in _nodes(parts) if sm.is_state(node) or isinstance(node, sm.Module)
+            ]
+            twice = draw(st.sampled_from(shareable)) if shareable else Layer([])
+            parts = [*parts, twice, *([] if shareable else [twice])]
+        root: Callable[[list[PyTree]], sm.Module] = draw(st.sampled_from(MODULES))
+        return root(parts)
+
+    return drawn()
 
 
 # In `modules` the name `states` is an argument.
 _of_any_kind = states
-
-
-@st.composite
-def _modules(
-    draw: Draw,
-    states: st.SearchStrategy[AnyLeaf],
-    leaves: st.SearchStrategy[AnyLeaf] | None,
-    least: int,
-    most: int,
-    shared: bool,
-) -> sm.Module:
-    units = draw(st.lists(states, min_size=least, max_size=most))
-    if units and len(units) < most and draw(st.integers(0, 7)) == 7:
-        # A copy that differs from the first only by its path.
-        units.append(tree_util.tree_map(lambda x: x, units[0]))
-    units += draw(st.lists(_leaves() if leaves is None else leaves, max_size=3))
-    parts = draw(st.permutations(units))
-    while len(parts) > 4:
-        parts = [*parts[3:], _node(draw, parts[:3])]
-    # Sometimes one level more, so that paths of different lengths end alike.
-    if len(parts) > 1 and draw(st.booleans()):
-        cut = draw(st.integers(1, len(parts)))
-        parts = [_node(draw, parts[:cut]), *parts[cut:]]
-    if shared:
-        # The second place of the shared node may be on another level.
-        found = [node for node in _nodes(parts) if sm.is_state(node) or isinstance(node, sm.Module)]
-        twice = draw(st.sampled_from(found)) if found else Layer([])
-        parts = [*parts, twice, *([] if found else [twice])]
-    root: Callable[[list[PyTree]], sm.Module] = draw(st.sampled_from(MODULES))
-    return root(parts)
 
 
 def _node(draw: Draw, parts: list[PyTree]) -> PyTree:

@@ -1,0 +1,264 @@
+"""A traced program as one list of nodes: calls are opened, loops and branches stay single nodes."""
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .._program._jaxprs import (
+    CALLS,
+    Atom,
+    Equation,
+    Jaxpr,
+    called,
+    is_identity,
+    is_literal,
+    new_axes,
+    opened,
+    operands_of_call,
+)
+from .._program._stacked import Scope, names_of_spec
+from ._lines import Line, by_statemesh, is_transposed, line_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """A number or an array that is a part of the program."""
+
+    value: Any
+
+
+# The number of a value, or a constant.
+Operand: TypeAlias = int | Constant
+
+_COLLECTIVES = (
+    *("psum", "psum_invariant", "pmax", "pmin", "reduce_scatter"),
+    *("all_gather", "all_gather_invariant", "all_to_all", "ppermute"),
+)
+
+# These hand their operand on, besides those that say where a value lies.
+_NAMES = ("name", "copy", "copy_p")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One node of a flat program.
+
+    **Attributes:**
+
+    - `kind`: an equation that runs, an array that a `shard_map` splits, or parts that it joins.
+    - `eqn`: the equation, or the `shard_map`.
+    - `operands`, `results`: the values that it reads and makes.
+    - `scope`: the mesh axes over which it runs.
+    - `around`: the mesh axes over which its results may differ: where parts are joined, those around the
+        `shard_map`.
+    - `line`: the user's line: of the equation, or of the innermost call around it that has one.
+    - `transposed`: whether it belongs to a backward pass.
+    - `caller`: the name of the outermost function of a library that it belongs to.
+    - `is_own`: whether the user's code runs it, with no library in between but JAX.
+    - `spec`: how an array is split or joined.
+    """
+
+    kind: Literal["run", "split", "join"]
+    eqn: Equation
+    operands: tuple[Operand, ...]
+    results: tuple[int, ...]
+    scope: Scope
+    around: Scope
+    line: Line | None
+    transposed: bool
+    caller: str = ""
+    is_own: bool = True
+    spec: PartitionSpec | None = None
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name if self.kind == "run" else self.kind
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it combines what shards have."""
+        return self.name in _COLLECTIVES
+
+    @property
+    def inputs(self) -> list[int]:
+        """The operands that are no constants."""
+        return [x for x in self.operands if isinstance(x, int)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A flat program.
+
+    **Attributes:**
+
+    - `jaxpr`: what it was made from.
+    - `inputs`: the numbers of the values that come in.
+    - `results`: what goes out.
+    - `nodes`: the nodes on which a result depends.
+    """
+
+    jaxpr: Jaxpr
+    inputs: tuple[int, ...]
+    results: tuple[Operand, ...]
+    nodes: tuple[Node, ...]
+
+    def maker(self) -> dict[int, Node]:
+        """The node that makes each value."""
+        return {value: node for node in self.nodes for value in node.results}
+
+
+def graph_of(jaxpr: Jaxpr, scope: Scope, around: Line | None = None) -> Graph:
+    """The flat program of a jaxpr.
+
+    **Arguments:**
+
+    - `scope`: the mesh axes around it.
+    - `around`: the user's line that runs it.
+    """
+    flattening = _Flattening()
+    inputs = flattening.new(len(opened(jaxpr).invars))
+    results = flattening.run(jaxpr, inputs, _Around(scope, around))
+    nodes = needed(flattening.nodes, results)
+    return Graph(jaxpr, tuple(inputs), tuple(results), nodes)
+
+
+def needed(nodes: Sequence[Node], results: Iterable[Operand]) -> tuple[Node, ...]:
+    """The nodes on which some values depend."""
+    values, kept = {*results}, []
+    for node in reversed(nodes):
+        if not values.isdisjoint(node.results):
+            values.update(node.inputs)
+            kept.append(node)
+    return tuple(reversed(kept))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """What runs the equations of a jaxpr: the mesh axes, the user's line, and a function of a library."""
+
+    scope: Scope
+    line: Line | None
+    transposed: bool = False
+    caller: str = ""
+
+
+class _Flattening:
+    """The nodes that have been met so far."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._numbers = itertools.count()
+
+    def new(self, count: int) -> list[int]:
+        return list(itertools.islice(self._numbers, count))
+
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[Operand], around: _Around) -> list[Operand]:
+        inner = opened(jaxpr)
+        consts = [Constant(x) for x in getattr(jaxpr, "consts", ())]
+        # A jaxpr that is no closed one has the values of its constants among its inputs.
+        known: dict[Any, Operand] = dict(
+            zip([*inner.constvars, *inner.invars], [*consts, *inputs], strict=True)
+        )
+
+        def operand(atom: Atom) -> Operand:
+            if is_literal(atom):
+                aval: Any = atom.aval
+                return Constant(np.asarray(atom.val, aval.dtype))
+            return known[atom]
+
+        for eqn in inner.eqns:
+            results = self._equation(eqn, [operand(atom) for atom in eqn.invars], around)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [operand(atom) for atom in inner.outvars]
+
+    def _equation(
+        self, eqn: Equation, operands: Sequence[Operand], around: _Around
+    ) -> Sequence[Operand]:
+        name, scope, line = eqn.primitive.name, around.scope, line_of(eqn)
+        transposed = around.transposed or is_transposed(eqn)
+        if is_identity(eqn) or name in _NAMES:
+            return operands
+        if name == "shard_map":
+            return self._shard_map(eqn, operands, around)
+        if name in CALLS:
+            # Without a line of the user's inside, the call is a library's.
+            caller = around.caller or str(eqn.params.get("name", ""))
+            inside = _Around(scope, line or around.line, transposed, caller)
+            return self.run(called(eqn), operands_of_call(eqn, operands), inside)
+        results = tuple(self.new(len(eqn.outvars)))
+        node = Node(
+            *("run", eqn, tuple(operands), results, scope, scope),
+            line=line or around.line,
+            transposed=transposed,
+            caller=around.caller if line is None else "",
+            is_own=not by_statemesh(eqn),
+        )
+        self.nodes.append(node)
+        return results
+
+    def _shard_map(
+        self, eqn: Equation, operands: Sequence[Operand], around: _Around
+    ) -> list[Operand]:
+        outer, params, transposed = around.scope, eqn.params, is_transposed(eqn)
+        scope = Scope({**outer.sizes, **new_axes(eqn)}, outer.indices)
+
+        def moved(kind: Literal["split", "join"], x: Operand, spec: PartitionSpec) -> Operand:
+            if kind == "split" and not names_of_spec(spec):
+                return x
+            (result,) = self.new(1)
+            after = outer if kind == "join" else scope
+            node = Node(
+                *(kind, eqn, (x,), (result,), scope, after),
+                line=None,
+                transposed=transposed,
+                spec=spec,
+            )
+            self.nodes.append(node)
+            return result
+
+        inputs = [moved("split", x, s) for x, s in zip(operands, params["in_specs"], strict=True)]
+        results = self.run(params["jaxpr"], inputs, dataclasses.replace(around, scope=scope))
+        return [moved("join", x, s) for x, s in zip(results, params["out_specs"], strict=True)]
+
+
+def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, int]:
+    """For nodes of the program on a mesh, the numbers of the same nodes of the program on one device.
+
+    The programs are nearly the same. Where they are not, because the code looks at the size of an axis, these
+    are the longest runs of nodes that both have.
+    """
+    same = _longest([_key(node) for node in mesh], [_key(node) for node in single])
+    if 2 * len(same) < min(len(mesh), len(single)):
+        # The other program was written in other lines.
+        same = _longest([_kind(node) for node in mesh], [_kind(node) for node in single])
+    return {mesh[a]: b for a, b in same.items()}
+
+
+def _longest(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, int]:
+    """The numbers of equal keys, in order."""
+    # Most keys are equal, and what `difflib` looks at takes a time that grows with its square.
+    shortest = min(len(left), len(right))
+    start = next((i for i in range(shortest) if left[i] != right[i]), shortest)
+    rest = shortest - start
+    end = next((k for k in range(rest) if left[-1 - k] != right[-1 - k]), rest)
+    same = {i: i for i in range(start)}
+    same |= {len(left) - k: len(right) - k for k in range(1, end + 1)}
+    middle = [keys[start : len(keys) - end] for keys in (left, right)]
+    matcher = difflib.SequenceMatcher(None, middle[0], middle[1], autojunk=False)
+    for a, b, size in matcher.get_matching_blocks():
+        same |= {start + a + k: start + b + k for k in range(size)}
+    return same
+
+
+def _key(node: Node) -> Hashable:
+    return _kind(node), node.line, node.transposed, node.caller
+
+
+def _kind(node: Node) -> Hashable:
+    avals: list[Any] = [var.aval for var in node.eqn.outvars] if node.kind == "run" else []
+    return node.name, *((str(aval.dtype), len(aval.shape)) for aval in avals)

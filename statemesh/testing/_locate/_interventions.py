@@ -1,0 +1,542 @@
+"""Interventions: the program runs again with other values at a line, and its results are judged.
+
+The idea is that of delta debugging (Zeller, Isolating cause-effect chains from computer programs, 2002): a
+line is the cause where putting it right puts the results right. Either its values become those of one device,
+or they become what a simple change of the line would make. Only the nodes after a line run again.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._program._jaxprs import names_of
+from .._program._stacked import Scope, Stacked
+from .._types import Numbers
+from . import _words as words
+from ._compare import Comparison, right_values
+from ._evaluate import Values, is_key, on_all_shards
+from ._graph import Constant, Node, Operand, needed
+from ._lines import Line, callers_of
+from ._suspects import Suspect
+
+
+# So many nodes run again for right values, and so many for simple changes.
+_MOST_NODES = 20_000
+# Offsets are tried for so many lengths of arrays.
+_MOST_LENGTHS = 4
+# A cause that may stand at more lines than these is not sure.
+_MOST_LINES = 3
+
+# The reductions that are tried to put the results right.
+_REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
+
+# What gives a value, with all mesh axes in front.
+Read: TypeAlias = Callable[[int], Numbers]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Change:
+    """What becomes of a value.
+
+    **Attributes:**
+
+    - `make`: gives the changed numbers. It may read the value, and what its node reads.
+    - `scope`: the mesh axes over which it then may differ, if these are others than before.
+    """
+
+    make: Callable[[Read], Numbers]
+    scope: Scope | None = None
+
+
+Changes: TypeAlias = Mapping[int, Change]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mended:
+    """What comes of right values at a line.
+
+    **Attributes:**
+
+    - `right`: how many of the results that were wrong are right.
+    - `all`: whether all results are.
+    - `plain`: whether the right values were those of one device, and no multiples of them.
+    """
+
+    right: int = 0
+    all: bool = False
+    plain: bool = False
+
+
+class Reruns:
+    """The program on a mesh, run again with some values changed.
+
+    **Attributes:**
+
+    - `broken`: the numbers of the results that are wrong.
+    - `nodes_run`: how many nodes have run so far.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self.nodes_run = comparison, 0
+        graph = comparison.mesh
+        self.broken = frozenset(k for k, x in enumerate(comparison.results) if not x.right)
+        self._needed = [needed(graph.nodes, [x]) for x in graph.results]
+        # For each result the values that it depends on.
+        self._sources = [
+            {x, *itertools.chain.from_iterable(node.inputs for node in nodes)}
+            for x, nodes in zip(graph.results, self._needed, strict=True)
+        ]
+
+    def reached(self, changes: Changes) -> list[int]:
+        """The results that may be others after a change: the wrong ones first, and what is made early."""
+        reached = [k for k, xs in enumerate(self._sources) if not xs.isdisjoint(changes)]
+        return sorted(reached, key=lambda k: (k not in self.broken, len(self._needed[k])))
+
+    def judged(self, changes: Changes) -> Iterator[tuple[int, bool]]:
+        """The results that a change reaches, and whether each is right."""
+        run = _Rerun(self, changes)
+        for k in self.reached(changes):
+            yield k, run.is_right(k, self._needed[k])
+
+    def mends(self, changes: Changes) -> bool:
+        """Whether a change puts all results right."""
+        if not self.broken.issubset(self.reached(changes)):
+            return False
+        return all(right for _, right in self.judged(changes))
+
+    def try_right(self, suspect: Suspect) -> Mended | None:
+        """The results where a line makes what it makes on one device; `None` if nobody knows what that is."""
+        comparison = self.comparison
+        values = suspect.values
+        if not values or self.nodes_run > _MOST_NODES:
+            return None
+        if not all(x in comparison.differences for x in values):
+            return None
+        choices = [list(right_values(comparison, x)) for x in values]
+        if not all(choices):
+            return None
+        best = Mended()
+        for k in range(max(map(len, choices))):
+            chosen = [choice[min(k, len(choice) - 1)] for choice in choices]
+            changes = {x: constant(numbers) for x, (numbers, _) in zip(values, chosen, strict=True)}
+            right = dict(self.judged(changes))
+            count = sum(right[number] for number in self.broken & right.keys())
+            if count > best.right:
+                is_all = self.broken <= right.keys() and all(right.values())
+                best = Mended(count, is_all, all(factor == 1 for _, factor in chosen))
+            if best.all:
+                break
+        return best
+
+    def both(self, value: int, change: Change) -> tuple[Numbers, Numbers]:
+        """A value, and what becomes of it."""
+        run = _Rerun(self, {})
+        for node in needed(self.comparison.mesh.nodes, [value]):
+            run.compute(node)
+        read = run.reader(change.scope or self.comparison.scopes[value])
+        return read(value), change.make(read)
+
+
+class _Rerun:
+    """One run with some values changed. Results are computed when they are asked for."""
+
+    def __init__(self, around: Reruns, changes: Changes) -> None:
+        self._around, self._changes = around, changes
+        self._comparison = around.comparison
+        self._kept = around.comparison.values
+        # The values of this run that are others than those of the first, or were not kept.
+        self._known: Values = {}
+        self._done: set[Node] = set()
+        for x in self._comparison.mesh.inputs:
+            self._change(x)
+
+    def is_right(self, number: int, nodes: Sequence[Node]) -> bool:
+        """Whether a result is right, which needs these nodes. One whose copies differ is not."""
+        for node in nodes:
+            if node not in self._done:
+                self._done.add(node)
+                self.compute(node)
+        comparison = self._comparison
+        operand = comparison.mesh.results[number]
+        join = comparison.maker.get(operand) if isinstance(operand, int) else None
+        unequal = (
+            join is not None
+            and join.kind == "join"
+            and comparison.has_unequal_copies(join, self._value(join.operands[0]))
+        )
+        return not unequal and comparison.judge(number, self._value(operand))
+
+    def compute(self, node: Node) -> None:
+        is_kept = all(x in self._kept for x in node.results)
+        if not is_kept or not self._known.keys().isdisjoint(node.inputs):
+            self._around.nodes_run += 1
+            operands = [self._value(x) for x in node.operands]
+            results = self._comparison.evaluators[0].results(node, operands)
+            self._known.update(zip(node.results, results, strict=True))
+        for x in node.results:
+            self._change(x)
+
+    def _value(self, x: Operand) -> Stacked:
+        known = self._known if x in self._known else self._kept
+        return self._comparison.evaluators[0].operand(x, known)
+
+    def reader(self, scope: Scope) -> Read:
+        return lambda x: on_all_shards(self._value(x), scope)
+
+    def _change(self, x: int) -> None:
+        """Put what becomes of a value in its place."""
+        change = self._changes.get(x)
+        if change is None:
+            return
+        scope = change.scope or self._comparison.scopes[x]
+        numbers, old = change.make(self.reader(scope)), self._value(x)
+        if is_key(old.x):
+            impl = jax.random.key_impl(old.x)
+            keys = jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
+            self._known[x] = Stacked(keys, tuple(scope.sizes))
+            return
+        with np.errstate(all="ignore"):
+            new = np.asarray(numbers).astype(old.x.dtype)
+        self._known[x] = _narrowed(Stacked(new, tuple(scope.sizes)), old)
+
+
+def _narrowed(value: Stacked, old: Stacked) -> Stacked:
+    """Without the mesh axes that the value did not have, where copies are equal.
+
+    What is compiled for these mesh axes then runs again.
+    """
+    x, axes = value.x, list(value.axes)
+    for name in [name for name in axes if name not in old.axes]:
+        at = axes.index(name)
+        first = x.take([0], at)
+        if np.array_equal(np.broadcast_to(first, x.shape), x, equal_nan=x.dtype.kind in "fc"):
+            x = first.squeeze(at)
+            axes.remove(name)
+    return Stacked(x, tuple(axes))
+
+
+def constant(numbers: Numbers) -> Change:
+    """These numbers, whatever the value was."""
+    return Change(lambda read: numbers)
+
+
+# Simple changes of a line
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trial:
+    """A simple change of a line.
+
+    **Attributes:**
+
+    - `changes`: what becomes of values.
+    - `cost`: what is likely costs less.
+    - `words`: the change in words, where no other one does the same; else none.
+    - `is_added`: whether the change adds an operation, which may stand on any line that hands the value on.
+    """
+
+    suspect: Suspect
+    changes: Changes
+    cost: int
+    words: str = ""
+    is_added: bool = False
+
+
+def reductions(comparison: Comparison, suspect: Suspect, values: Sequence[int]) -> Iterator[Trial]:
+    """Values that a line makes, reduced over a mesh axis or multiplied by its size."""
+    if not values or not all(x in comparison.differences for x in values):
+        return
+    arrays = {x: comparison.differences[x].got for x in values}
+    scope = comparison.scopes[values[0]]
+    is_float = all(array.dtype.kind in "fc" for array in arrays.values())
+    if not is_float or any(comparison.scopes[x] != scope for x in values):
+        return
+    # A line with a collective of its own may have the wrong one.
+    is_added = not any(node.is_collective for node in suspect.nodes)
+    for at, (name, size) in enumerate(scope.sizes.items()):
+        equal = [
+            np.allclose(array, array.take([0], at), rtol=1e-10, atol=0, equal_nan=True)
+            for array in arrays.values()
+        ]
+        for collective, reduce in _REDUCTIONS.items() if not any(equal) else ():
+            changes = {
+                x: constant(np.broadcast_to(reduce(array, axis=at, keepdims=True), array.shape))
+                for x, array in arrays.items()
+            }
+            yield Trial(suspect, changes, 0, words.reduced(collective, name), True)
+        for factor in (size, 1 / size) if size > 1 and all(equal) else ():
+            changes = {x: constant(array * factor) for x, array in arrays.items()}
+            yield Trial(suspect, changes, 0, words.scaled(size, factor > 1), is_added)
+
+
+def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """Other simple changes of a line."""
+    if suspect.transposed:
+        return
+    # The same operation in each round of a loop is changed in all rounds, also in those that are right.
+    kinds: dict[Hashable, list[Node]] = {}
+    for node in comparison.mesh.nodes:
+        if node.line == suspect.line and not node.transposed:
+            kinds.setdefault((node.name, str(node.eqn.outvars[0].aval)), []).append(node)
+    for nodes in kinds.values():
+        if {*suspect.nodes}.isdisjoint(nodes):
+            continue
+        first = nodes[0]
+        if first.name == "ppermute":
+            makers = [_moves]
+        elif first.name == "axis_index":
+            makers = [_indices]
+        elif len(first.results) == 1 and first.kind == "run":
+            makers = [_whole_numbers, _operands, *([_left_out] if first.name in _LEFT_OUT else [])]
+        else:
+            continue
+        for make in makers:
+            for cost, changes, text in make(comparison, suspect, nodes):
+                yield Trial(suspect, changes, cost, text)
+
+
+# What makes trials of nodes of one kind gives their cost, the changes, and the change in words.
+_Made: TypeAlias = Iterator[tuple[int, Changes, str]]
+
+
+def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
+    """Every shift along the axis, with and without what goes round."""
+    names, sizes = names_of(nodes[0].eqn), nodes[0].scope.sizes
+    if len(names) != 1 or names[0] not in sizes:
+        return
+    at = list(sizes).index(names[0])
+    for shift, wraps in ((1, True), (1, False), (-1, True), (-1, False), (0, True)):
+        changes = {
+            x: _moved(source, at, shift, wraps)
+            for node in nodes
+            for x, source in zip(node.results, node.inputs, strict=True)
+        }
+        yield 0, changes, words.moved(names[0], shift)
+
+
+def _moved(source: int, at: int, shift: int, wraps: bool = True) -> Change:
+    def make(read: Read) -> Numbers:
+        moved = np.roll(read(source), shift, at)
+        if not wraps:
+            edge = [slice(None)] * moved.ndim
+            edge[at] = slice(0, shift) if shift > 0 else slice(shift, None)
+            moved[tuple(edge)] = 0
+        return moved
+
+    return Change(make)
+
+
+def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
+    """The index along another axis, or times the length of a part."""
+    (name,), scope = names_of(nodes[0].eqn)[:1], nodes[0].scope
+    values = [node.results[0] for node in nodes]
+    for other, size in scope.sizes.items():
+        if other != name and size > 1:
+            changes = dict.fromkeys(values, constant(_index(scope, other)))
+            yield 0, changes, words.indexed(other)
+    if scope.sizes.get(name, 1) > 1:
+        for length in _lengths(comparison):
+            yield 1, dict.fromkeys(values, constant(length * _index(scope, name))), ""
+
+
+def _index(scope: Scope, name: Hashable, rank: int = 0) -> Numbers:
+    """The index of each shard along an axis, with all mesh axes in front of axes of size one."""
+    shape = [size if other == name else 1 for other, size in scope.sizes.items()]
+    index = np.arange(scope.sizes[name]).reshape(shape)
+    return np.broadcast_to(index, tuple(scope.sizes.values())).reshape(
+        (*scope.sizes.values(), *[1] * rank)
+    )
+
+
+def _lengths(comparison: Comparison) -> list[int]:
+    """The lengths of what shards have of arrays that are split."""
+    return sorted(comparison.lengths - {0, 1})[:_MOST_LENGTHS]
+
+
+def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
+    """Truths the other way round or of another shard; numbers off by one or by the index of a shard."""
+    values, scope = [node.results[0] for node in nodes], nodes[0].scope
+    aval: Any = nodes[0].eqn.outvars[0].aval
+    if aval.dtype == bool:
+        yield 0, {x: _inverted(x) for x in values}, ""
+        for at, size in enumerate(scope.sizes.values()):
+            for shift in range(1, size):
+                yield 0, {x: _moved(x, at, shift) for x in values}, ""
+    elif jnp.issubdtype(aval.dtype, jnp.integer):
+        for summand in (1, -1):
+            yield 0, {x: _increased(x, np.asarray(summand)) for x in values}, ""
+        for name, length, offset in _offsets(comparison, scope, aval.shape):
+            yield 0, {x: _increased(x, offset) for x in values}, words.offset(length, name)
+
+
+def _offsets(
+    comparison: Comparison, scope: Scope, shape: Sequence[int]
+) -> Iterator[tuple[Hashable, int, Numbers]]:
+    """The index of each shard along an axis, times the length of a part."""
+    for name, size in scope.sizes.items():
+        lengths = {*shape[-1:]} or {1, *_lengths(comparison)}
+        for length in sorted(lengths) if size > 1 else ():
+            yield name, length, length * _index(scope, name, len(shape))
+
+
+def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
+    """Whole numbers that a line is given, less the index of a shard times the length of a part."""
+    scope = nodes[0].scope
+    made_here = {x for node in suspect.nodes for x in node.results}
+    for k, operand in enumerate(nodes[0].operands):
+        aval: Any = nodes[0].eqn.invars[k].aval
+        if not jnp.issubdtype(aval.dtype, jnp.integer):
+            continue
+        if isinstance(operand, Constant):
+            if nodes[0].name in _COMPARISONS and not aval.shape:
+                for _, _, offset in _offsets(comparison, scope, ()):
+                    changes = {x: _compared(comparison, x, k, offset) for x in _results(nodes)}
+                    yield 1, changes, ""
+        elif operand not in made_here and operand not in comparison.indices:
+            operands = {x for node in nodes for x in node.operands[k : k + 1] if isinstance(x, int)}
+            readers = [x for x in comparison.mesh.nodes if not operands.isdisjoint(x.inputs)]
+            if any(node.scope != scope for node in readers):
+                continue
+            for name, length in itertools.product(scope.sizes, _lengths(comparison)):
+                offset = -length * _index(scope, name, len(aval.shape))
+                changes = {x: _increased(x, offset, scope) for x in operands}
+                yield 1, changes, words.offset(-length, name)
+
+
+def _compared(comparison: Comparison, value: int, at: int, offset: Numbers) -> Change:
+    """A comparison with another constant."""
+    node, evaluator = comparison.maker[value], comparison.evaluators[0]
+    axes = tuple(node.scope.sizes)
+
+    def make(read: Read) -> Numbers:
+        operands = [
+            Stacked(read(x), axes) if isinstance(x, int) else evaluator.operand(x, {})
+            for x in node.operands
+        ]
+        operands[at] = Stacked(operands[at].x + offset, axes)
+        (result,) = evaluator.results(node, operands)
+        return on_all_shards(result, node.scope)
+
+    return Change(make)
+
+
+def _left_out(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
+    """One operand in the place of what is made of two."""
+    aval = nodes[0].eqn.outvars[0].aval
+    for k, var in enumerate(nodes[0].eqn.invars):
+        operands = [x for node in nodes if isinstance(x := node.operands[k], int)]
+        if str(var.aval) == str(aval) and len(operands) == len(nodes):
+            both = zip(_results(nodes), operands, strict=True)
+            yield 1, {x: _same(operand) for x, operand in both}, ""
+
+
+def _results(nodes: Sequence[Node]) -> list[int]:
+    return [node.results[0] for node in nodes]
+
+
+def _same(source: int) -> Change:
+    return Change(lambda read: read(source))
+
+
+def _inverted(value: int) -> Change:
+    return Change(lambda read: ~read(value))
+
+
+def _increased(value: int, summand: Numbers, scope: Scope | None = None) -> Change:
+    return Change(lambda read: read(value) + summand, scope)
+
+
+# Which changes put all results right, and whether they tell the cause
+
+
+def mending(
+    reruns: Reruns, suspects: Sequence[Suspect], others: Sequence[Suspect] | None
+) -> list[Trial]:
+    """The trials that put all results right, the likeliest first.
+
+    **Arguments:**
+
+    - `suspects`: the lines that lead to wrong results.
+    - `others`: the lines whose values may be wrong though they are those of one device, if any change may
+        be tried.
+    """
+    comparison = reruns.comparison
+    trials = [x for suspect in suspects for x in reductions(comparison, suspect, suspect.values)]
+    if others is not None:
+        for suspect in (*suspects, *others):
+            trials += simple_changes(comparison, suspect)
+    good = _mending(reruns, trials)
+    if good and good[0].words:
+        # A cause is sure only if no other line has it: also what only the line itself uses is tried.
+        good += _mending(
+            reruns,
+            [
+                trial
+                for suspect in suspects
+                for node in suspect.nodes
+                for x in node.results
+                if x not in suspect.values
+                for trial in reductions(comparison, suspect, [x])
+            ],
+        )
+    return good
+
+
+def _mending(reruns: Reruns, trials: Sequence[Trial]) -> list[Trial]:
+    good, most = [], reruns.nodes_run + _MOST_NODES
+    for trial in sorted(trials, key=lambda x: x.cost):
+        if reruns.nodes_run > most:
+            break
+        if reruns.mends(trial.changes):
+            good.append(trial)
+    return good
+
+
+def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> str | None:
+    """The cause at a line, if none of the other changes that mend does the same, there or elsewhere."""
+    here = {trial.words for trial in trials if trial.suspect.line == suspect.line}
+    if len(here) != 1 or {trial.words for trial in trials} != here or "" in here:
+        return None
+    lines = {trial.suspect.line for trial in trials}
+    for trial in trials:
+        if trial.is_added:
+            lines |= _handing_on(comparison, trial)
+    known = sorted(line for line in lines if line is not None)
+    if len(known) < len(lines) or len(known) > _MOST_LINES:
+        return None
+    return words.confirmed(here.pop(), known)
+
+
+def _handing_on(comparison: Comparison, trial: Trial) -> set[Line | None]:
+    """The lines at which what a change makes can stand as well.
+
+    There is a `None` among them where the value goes to another function: nobody knows by which lines.
+    """
+    lines: set[Line | None] = {None} if trial.suspect.transposed else set()
+    nodes, maker = trial.suspect.nodes, comparison.maker
+    made_here = {x for node in nodes for x in node.results}
+    for x in {x for node in nodes for x in node.inputs} - made_here:
+        before = maker.get(x)
+        if before is not None and before.transposed:
+            # What is missing or too much may as well be in the loss.
+            lines.add(None)
+        elif before is not None and not comparison.is_plain(x):
+            lines.add(before.line)
+    callers = [callers_of(node.eqn) for node in comparison.mesh.nodes if node.line is not None]
+    # How many lines of the user's are around those of the mapped function itself.
+    depth = min(map(len, callers), default=0)
+    for x in trial.changes:
+        around = callers_of(maker[x].eqn)
+        for reader in [node for node in comparison.mesh.nodes if x in node.inputs]:
+            if reader.kind == "run" and callers_of(reader.eqn) == around:
+                lines.add(reader.line)
+            elif reader.kind == "run" or len(around) > depth:
+                lines.add(None)
+    return lines
