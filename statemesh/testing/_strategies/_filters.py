@@ -140,14 +140,18 @@ class _FilterMaker:
         forms: list[Drawing] = [
             lambda: self.one_of(whole),
             lambda: self.bare_or(kind, self.one_of(kinds)),
-            lambda: self.one_of(functions),
+            lambda: self.one_of(functions) if matches else functions[0],
         ]
-        if nodes:
-            forms.append(lambda: _where(self.one_of(nodes)))
+        # To Hypothesis the first forms are the simplest: of filters that do not match, `Where` is the last.
+        at_node: Drawing = lambda: _where(self.one_of(nodes))
+        if matches:
+            forms.append(at_node)
         if tags:
             forms.append(lambda: self.bare_or(tag, self.one_of(sorted(tags))))
         if names:
             forms.append(lambda: sm.filters.PathContains(self.one_of(names)))
+        if nodes and not matches:
+            forms.append(at_node)
         return self.one_of(forms)()
 
     def bare_or(self, wrapper: Fun, value: Any) -> Filter:
@@ -168,9 +172,13 @@ class _FilterMaker:
             return parts
 
         of_any, of_all = (mixed, alike) if matches else (alike, mixed)
-        union = lambda parts: sm.filters.Any(*parts)
+
+        def union() -> Filter:
+            parts = of_any()
+            return self.one_of([list, tuple, lambda parts: sm.filters.Any(*parts)])(parts)
+
         forms: list[Drawing] = [
-            lambda: self.one_of([list, tuple, union])(of_any()),
+            union,
             lambda: sm.filters.All(*of_all()),
             lambda: sm.filters.Not(self.filter(state, deep, not matches)),
         ]
