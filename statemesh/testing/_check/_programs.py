@@ -326,9 +326,8 @@ class FunctionOnMesh:
 
     def _map(self, fun: Fun) -> sm.StatefulMapping:
         if self.specs is None:
-            raise NotImplementedError(
-                f"{fun} cannot take the place of the function of {self.mapped}"
-            )
+            # No other function can take the place of the one that a mapping was made from.
+            raise NotImplementedError
         return sm.shard_map(fun, self.mesh, **self.specs)
 
     @property

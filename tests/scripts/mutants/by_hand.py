@@ -46,8 +46,8 @@ CHANGES = (
     (
         "the sum without the old value",
         "_state/_values.py",
-        "(widened(self.old) + made).astype(self.old.dtype)",
-        "made.astype(self.old.dtype)",
+        "(widened(self.old) + result).astype(self.old.dtype)",
+        "result.astype(self.old.dtype)",
     ),
     (
         "the mean is the sum",
