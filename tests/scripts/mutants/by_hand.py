@@ -52,7 +52,7 @@ CHANGES = (
     (
         "the mean is the sum",
         "_state/_values.py",
-        "return after_sum(made, self.new.dtype, count)",
+        "return after_sum(result, self.new.dtype, count)",
         "return made.astype(self.new.dtype)",
     ),
     (
