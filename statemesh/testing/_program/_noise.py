@@ -330,7 +330,7 @@ class Noisy(Promoted):
         unit: Any,
         name: str,
         exact: AnyLeaf = np.False_,
-        sizes: AnyLeaf = 0.0,
+        sizes: AnyLeaf | None = None,
         order: Any = 0,
     ) -> AnyLeaf:
         """The numbers, each off by a roundoff of it, and of the sizes of its terms, where it is not exact.
@@ -347,7 +347,7 @@ class Noisy(Promoted):
         # XLA would compute the noise anew for each use, compile it as often, and may round that of a sum
         # differently there. A function such as `tanh` stays in one loop with its uses: alone, it may be other
         # for other shapes.
-        alone = name in _ONCE or not isinstance(sizes, float)
+        alone = name in _ONCE or sizes is not None
         return jax.lax.optimization_barrier(moved) if alone else moved
 
 
@@ -368,6 +368,10 @@ def _digits(x: AnyLeaf) -> AnyLeaf:
     return jax.lax.bitcast_convert_type(jnp.abs(real), np.uint64)
 
 
+def _bits(x: AnyLeaf) -> AnyLeaf:
+    return jax.lax.bitcast_convert_type(x, np.uint64)
+
+
 @jax.jit
 def _is_short(x: AnyLeaf, unit: Any) -> AnyLeaf:
     """Whether numbers have no more digits than a dtype with this roundoff has.
@@ -378,30 +382,34 @@ def _is_short(x: AnyLeaf, unit: Any) -> AnyLeaf:
     last = jnp.maximum(unit, 2.0**-36)
     # The value of the digits of a number between one and two that the dtype does not have.
     beyond = (last * 2.0**52).astype(np.uint64) - np.uint64(1)
-    return (_digits(x) & beyond) == 0
+    return (_bits(x) & beyond) == 0
 
 
 @jax.jit
 def _is_an_operand(x: AnyLeaf, operands: Sequence[AnyLeaf]) -> AnyLeaf:
     """Whether results have the digits of an operand: after adding zero, or multiplying by a power of two."""
     digits = np.uint64(2**52 - 1)
-    alike = [(_digits(x) ^ _digits(y)) & digits == 0 for y in operands if y.dtype == x.dtype]
+    alike = [(_bits(x) ^ _bits(y)) & digits == 0 for y in operands if y.dtype == x.dtype]
     return functools.reduce(operator.or_, alike, np.False_)
 
 
 @jax.jit
-def _moved(x: AnyLeaf, amount: Any, sizes: AnyLeaf, exact: AnyLeaf, seed: Any) -> AnyLeaf:
+def _moved(
+    x: AnyLeaf, amount: Any, sizes: AnyLeaf | None, exact: AnyLeaf, seed: Any
+) -> AnyLeaf:
     """Each number off by a random part of it: equal numbers by the same part, so that copies stay copies."""
     # The upper half of a product with an odd number depends on all lower digits (multiplicative hashing).
     mixed = (_digits(x) ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
     part = mixed.astype(np.float64) * 2.0**-52 - 1
-    more = jnp.where(jnp.isfinite(sizes), sizes * amount * part, 0.0)
-    return jnp.where(exact, x, x * (1 + amount * part) + more)
+    moved = x * (1 + amount * part)
+    if sizes is not None:
+        moved += jnp.where(jnp.isfinite(sizes), sizes * amount * part, 0.0)
+    return jnp.where(exact, x, moved)
 
 
 def _grain(x: AnyLeaf) -> tuple[AnyLeaf, AnyLeaf]:
     """For each number the values of its highest digit and of its lowest one that is not zero."""
-    bits = jax.lax.bitcast_convert_type(x, np.uint64)
+    bits = _bits(x)
     digits = bits & np.uint64(2**52 - 1)
     top = bits & np.uint64(0x7FF << 52)
     lowest = jax.lax.bitcast_convert_type(top | (digits & -digits), np.float64)
