@@ -258,7 +258,7 @@ def check_gradients(name: str, mapped: Equation) -> None:
         check_unsummed(body, split, sizes)
     if not any(label.startswith(GRADIENT) for label in names):
         return
-    named = _Named()
+    named = _AxisNames()
     named.through(body, split)
     walk = _Sums(named.axes, sizes)
     results = walk.join(walk.through(body, [_NONE] * len(body.invars)))
@@ -273,7 +273,7 @@ def check_gradients(name: str, mapped: Equation) -> None:
         )
 
 
-class _Named(Differing):
+class _AxisNames(Differing):
     """A walk that remembers over which axes each variable may differ."""
 
     def __init__(self) -> None:

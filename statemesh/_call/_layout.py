@@ -122,66 +122,66 @@ class MeshLayout:
         named = [(leaf.path, x) for leaf, x in zip(self.inputs, arrays, strict=True)]
         check_shapes(what, named, [leaf.placement for leaf in self.inputs], self.mesh)
 
-    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
+    def agree(self, arrays: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """Refuse, before the first call, what other processes pass differently.
 
         `passed`: gives what is no input.
         """
         if self.shared is not None:
-            check_alike(self.fun_name, self.shared, [*passed(), *self._passed_alike(given)])
+            check_alike(self.fun_name, self.shared, [*passed(), *self._passed_alike(arrays)])
             check_placements(self.fun_name, self.shared, self.inputs)
 
-    def _passed_alike(self, given: Sequence[Leaf]) -> list[Passed]:
+    def _passed_alike(self, arrays: Sequence[Leaf]) -> list[Passed]:
         """The inputs that are compared before the first call, and not when they are moved: numbers."""
         numbers = sorted(self.fresh.difference(self.hosted))
-        return [static_passed(self.inputs[k].path, given[k]) for k in numbers]
+        return [static_passed(self.inputs[k].path, arrays[k]) for k in numbers]
 
     def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
         """What `trace` returns, if every process has traced the same program."""
         return trace() if self.shared is None else traced_alike(self.fun_name, self.shared, trace)
 
-    def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+    def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Concrete arrays as the program takes them, and as they come back when not written.
 
         The two differ for an array that has the same layout on another mesh: it comes back as it is, but the
         program, compiled for one mesh, gets it on that one.
         """
         if self.only_arrays:
-            here = [x.sharding for x in given]
+            here = [x.sharding for x in arrays]
             if (
                 here == self.seen
-                and not self._weak(given)
-                and (compat.REFUSES_DELETED or not any(map(_is_deleted, given)))
+                and not self._weak(arrays)
+                and (compat.REFUSES_DELETED or not any(map(_is_deleted, arrays)))
             ):
                 self.seen = here
-                return given, given
-        return self._moved(given)
+                return arrays, arrays
+        return self._moved(arrays)
 
-    def check_alive(self, given: Sequence[Leaf]) -> None:
+    def check_alive(self, arrays: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""
-        if gone := [k for k in self.on_device if given[k].is_deleted()]:
+        if gone := [k for k in self.on_device if arrays[k].is_deleted()]:
             raise deleted(self.fun_name, [self.inputs[k].path for k in gone])
 
-    def _weak(self, given: Sequence[Leaf]) -> list[int]:
+    def _weak(self, arrays: Sequence[Leaf]) -> list[int]:
         """The weakly typed inputs that enter strong, so that no program depends on where others lie."""
         # Arrays of keys have no attribute `weak_type`.
-        return [k for k in self.strong_at if getattr(given[k], "weak_type", False)]
+        return [k for k in self.strong_at if getattr(arrays[k], "weak_type", False)]
 
-    def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        self.check_alive(given)
+    def _moved(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+        self.check_alive(arrays)
         if self.shared is not None:
-            given = self._as_one_array(self.shared, given)
-        ready, shown = list(given), list(given)
-        for k in self._weak(given):
-            ready[k] = shown[k] = strong(given[k])
+            arrays = self._as_one_array(self.shared, arrays)
+        ready, shown = list(arrays), list(arrays)
+        for k in self._weak(arrays):
+            ready[k] = shown[k] = strong(arrays[k])
         unseen = [k for k in self.on_device if ready[k].sharding is not self.seen[k]]
         # What the host has is to be moved in any case.
-        misplaced = [k for k in self.hosted if not isinstance(given[k], jax.Array)]
+        misplaced = [k for k in self.hosted if not isinstance(arrays[k], jax.Array)]
         if misplaced or not all(
             is_laid_out(ready[k], self.targets[k], self.axis_names) for k in unseen
         ):
             # First of all, because JAX compares the layouts only of arrays that fit them.
-            self.check(given)
+            self.check(arrays)
         # What only needs another type: Explicit types also name axes of one device.
         renamed: set[int] = set()
         # What comes back as it is.
@@ -197,8 +197,8 @@ class MeshLayout:
             if is_right or k in renamed:
                 kept.add(k)
         if not misplaced:
-            same = all(map(is_, ready, given))
-            return (given, given) if same else (ready, shown)
+            same = all(map(is_, ready, arrays))
+            return (arrays, arrays) if same else (ready, shown)
         targets = [self.targets[k] for k in misplaced]
         sources = [_as_wide_as_now(ready[k]) for k in misplaced]
         for i, (k, target) in enumerate(zip(misplaced, targets, strict=True)):
@@ -212,33 +212,33 @@ class MeshLayout:
                 shown[k] = x
         if self.donating:
             new = [k for k in misplaced if k not in renamed]
-            self._spare([given[k] for k in new if k not in self.hosted], ready, misplaced)
+            self._spare([arrays[k] for k in new if k not in self.hosted], ready, misplaced)
             MADE.add([ready[k] for k in new])
         return ready, shown
 
-    def _as_one_array(self, mesh: Mesh, given: Sequence[Leaf]) -> Sequence[Leaf]:
+    def _as_one_array(self, mesh: Mesh, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
         """The inputs, where one array on the mesh stands for those that each process has for itself."""
-        at = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
+        at = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(arrays[k])]
         if not at:
-            return given
-        check_same_arrays(self.fun_name, mesh, [(self.inputs[k].path, given[k]) for k in at])
-        self.check(given)
-        given = list(given)
+            return arrays
+        check_same_arrays(self.fun_name, mesh, [(self.inputs[k].path, arrays[k]) for k in at])
+        self.check(arrays)
+        arrays = list(arrays)
         for k in at:
-            x, target = given[k], self.targets[k]
+            x, target = arrays[k], self.targets[k]
             if self.inputs[k].strong and k not in self.hosted:
                 x = strong(x)
-            given[k] = onto(apart(x, target) if self.donating else x, target)
-        return given
+            arrays[k] = onto(apart(x, target) if self.donating else x, target)
+        return arrays
 
-    def to_move(self, given: Sequence[Leaf]) -> list[int]:
+    def to_move(self, arrays: Sequence[Leaf]) -> list[int]:
         """The inputs that a call lays out anew before it runs; of mere shapes nothing is known."""
         if isinstance(self.mesh, AbstractMesh):
             return []
-        hosted = [k for k in self.hosted if isinstance(given[k], np.ndarray | np.generic)]
-        arrays = [(k, given[k]) for k in self.on_device if isinstance(given[k], jax.Array)]
+        hosted = [k for k in self.hosted if isinstance(arrays[k], np.ndarray | np.generic)]
+        here = [(k, arrays[k]) for k in self.on_device if isinstance(arrays[k], jax.Array)]
         return hosted + [
-            k for k, x in arrays if not (compat.is_tracer(x) or self._keeps_memory(x, k))
+            k for k, x in here if not (compat.is_tracer(x) or self._keeps_memory(x, k))
         ]
 
     def _keeps_memory(self, x: jax.Array, k: int) -> bool:
@@ -273,7 +273,7 @@ class MeshLayout:
         return math.prod(target.shard_shape(np.shape(x))) * x.dtype.itemsize
 
     def returned(
-        self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
+        self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:
         """What comes back as it went in, in memory of its own where it had to be moved.
 
@@ -282,7 +282,7 @@ class MeshLayout:
         """
         results = list(shown)
         for k in forwarded:
-            x, target = given[k], self.targets[k]
+            x, target = arrays[k], self.targets[k]
             if target is None or compat.is_tracer(shown[k]):
                 continue
             if shown[k] is not x:
@@ -296,17 +296,17 @@ class MeshLayout:
     def _put(self, x: Leaf, k: int) -> jax.Array:
         return onto(strong(x) if self.inputs[k].strong else x, self.targets[k])
 
-    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
+    def traced(self, arrays: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,
         except into a jaxpr, where they are constants that the compiler places."""
-        targets = zip(self.inputs, given, self.targets, strict=True)
-        arrays = [(leaf.path, x) for leaf, x, t in targets if t is not None and is_own(x)]
-        if arrays and self.shared is not None and not recorded:
-            check_same_arrays(self.fun_name, self.shared, arrays)
-        weak = frozenset(self._weak(given))
+        targets = zip(self.inputs, arrays, self.targets, strict=True)
+        local = [(leaf.path, x) for leaf, x, t in targets if t is not None and is_own(x)]
+        if local and self.shared is not None and not recorded:
+            check_same_arrays(self.fun_name, self.shared, local)
+        weak = frozenset(self._weak(arrays))
         return [
             x if t is None else self._traced(strong(x) if k in weak else x, t, recorded)
-            for k, (x, t) in enumerate(zip(given, self.targets, strict=True))
+            for k, (x, t) in enumerate(zip(arrays, self.targets, strict=True))
         ]
 
     def _traced(self, x: Leaf, target: NamedSharding, recorded: bool) -> Any:
@@ -320,11 +320,11 @@ class MeshLayout:
             return x
         return onto(x if isinstance(x, jax.Array) else apart(x, target), target)
 
-    def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
+    def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes on the mesh, to lower the program with."""
-        self.check(given)
-        abstract = list(given)
-        for k, (x, target) in enumerate(zip(given, self.targets, strict=True)):
+        self.check(arrays)
+        abstract = list(arrays)
+        for k, (x, target) in enumerate(zip(arrays, self.targets, strict=True)):
             if target is not None:
                 of_numpy = isinstance(x, np.ndarray | np.generic)
                 dtype = jax.dtypes.canonicalize_dtype(x.dtype) if of_numpy else x.dtype

@@ -39,7 +39,7 @@ from ._write_back import Forwarded, Merged, Output, Static, WriteBack
 
 
 @dataclasses.dataclass(frozen=True)
-class PerShard:
+class Instance:
     """What one instance does with its part of each array: a shard, or a lane.
 
     **Attributes:**

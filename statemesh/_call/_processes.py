@@ -27,16 +27,16 @@ def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
 class _OwnLayout(FixedMeshLayout):
     """The inputs of this process, laid out on its own devices."""
 
-    def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        self.check_alive(given)
-        whole = [k for k in self.on_device if not given[k].is_fully_addressable]
+    def _moved(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+        self.check_alive(arrays)
+        whole = [k for k in self.on_device if not arrays[k].is_fully_addressable]
         if whole:
-            given = list(given)
+            arrays = list(arrays)
             for k in whole:
                 # All processes hold the same value, as a `shard_map` returns it.
-                if given[k].is_fully_replicated:
-                    given[k] = _rewrapped(given[k], given[k].shape, self.targets[k])
-        return super()._moved(given)
+                if arrays[k].is_fully_replicated:
+                    arrays[k] = _rewrapped(arrays[k], arrays[k].shape, self.targets[k])
+        return super()._moved(arrays)
 
 
 class LanesOfProcesses(FixedMeshLayout):
@@ -62,8 +62,8 @@ class LanesOfProcesses(FixedMeshLayout):
         self.own = _OwnLayout(fun_name, own, axis_names, inputs, donating)
         self.sizes = mesh.size, own.size
 
-    def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        ready, shown = self.own.concrete(given)
+    def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+        ready, shown = self.own.concrete(arrays)
         # An array that is passed twice must stay one array.
         whole: dict[tuple[int, Placement], Any] = {}
         keys = [(id(x), leaf.placement) for x, leaf in zip(ready, self.inputs, strict=True)]
@@ -72,30 +72,30 @@ class LanesOfProcesses(FixedMeshLayout):
                 whole[key] = x if target is None else self._whole(x, key[1], target)
         return [whole[key] for key in keys], shown
 
-    def _passed_alike(self, given: Sequence[Leaf]) -> list[Passed]:
+    def _passed_alike(self, arrays: Sequence[Leaf]) -> list[Passed]:
         return [
             array_passed(leaf.path, x)
-            for leaf, x in zip(self.inputs, given, strict=True)
+            for leaf, x in zip(self.inputs, arrays, strict=True)
             if leaf.placement.axis is None and hasattr(x, "dtype") and is_own(x)
         ]
 
-    def check_alive(self, given: Sequence[Leaf]) -> None:
-        self.own.check_alive(given)
+    def check_alive(self, arrays: Sequence[Leaf]) -> None:
+        self.own.check_alive(arrays)
 
     def returned(
-        self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
+        self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:
-        return self.own.returned(given, shown, forwarded)
+        return self.own.returned(arrays, shown, forwarded)
 
-    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
+    def traced(self, arrays: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         raise BatchAxisError(
             f"{self.fun_name}: pmap2 over the devices of several processes cannot be traced, as by jit, "
             "grad, vmap or scan around it. It takes and gives this process's lanes, which exist only while "
             "it runs. Call it outside of them, and transform the function that it maps; or use shard_map."
         )
 
-    def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
-        parts = self.own.abstract(given)
+    def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
+        parts = self.own.abstract(arrays)
         lanes, here = self.sizes
         return [
             x

@@ -24,7 +24,7 @@ from ._agreement import Passed, static_passed, structure_passed
 from ._arguments import Call, Statics, bad_argnums, unhashable
 from ._lanes import OtherShapes
 from ._packing import Packing
-from ._per_shard import PerShard
+from ._per_shard import Instance
 from ._placement import Spared
 from ._rules import Declared, Rules
 from ._write_back import WriteBack
@@ -88,7 +88,7 @@ class Program:
             is_output = traced and not (x.position in in_models or self.rules.stays(x))
             inputs[k] = dataclasses.replace(x, fresh=is_output or number in self.layout.fresh)
         packing.call = packing.call.without_arrays()
-        self.run = PerShard(
+        self.run = Instance(
             declared, packing.call, template, inputs, self.rules, self.binding.sizes
         )
 

@@ -394,9 +394,7 @@ def _is_an_operand(x: AnyLeaf, operands: Sequence[AnyLeaf]) -> AnyLeaf:
 
 
 @jax.jit
-def _moved(
-    x: AnyLeaf, amount: Any, sizes: AnyLeaf | None, exact: AnyLeaf, seed: Any
-) -> AnyLeaf:
+def _moved(x: AnyLeaf, amount: Any, sizes: AnyLeaf | None, exact: AnyLeaf, seed: Any) -> AnyLeaf:
     """Each number off by a random part of it: equal numbers by the same part, so that copies stay copies."""
     # The upper half of a product with an odd number depends on all lower digits (multiplicative hashing).
     mixed = (_digits(x) ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
