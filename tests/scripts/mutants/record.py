@@ -1,7 +1,8 @@
 """A pytest plugin: what each test costs, and which lines of the package it runs.
 
 `python -m pytest -m "" -p tests.scripts.mutants.record` writes a line for each test to files in
-`.mutants/`, one for each process. It needs Python 3.12.
+`.mutants/`, one for each process. A test that fails is left out, because it would kill every mutant.
+It needs Python 3.12.
 """
 
 import json
@@ -49,7 +50,7 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         _lines.clear()
         sys.monitoring.restart_events()
-        begin = sum(os.times()[:4])
+        begin, failed = sum(os.times()[:4]), item.session.testsfailed
         try:
             return (yield)
         finally:
@@ -58,8 +59,9 @@ class Recorder:
             slow = item.get_closest_marker("slow") is not None
             lines = by_file(_lines)
             row = {"id": item.nodeid, "seconds": round(cost, 2), "slow": slow, "lines": lines}
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
+            if item.session.testsfailed == failed:
+                self.file.write(json.dumps(row) + "\n")
+                self.file.flush()
 
 
 def pytest_configure(config: pytest.Config) -> None:
