@@ -338,8 +338,8 @@ class Parts:
         """The model's tree with `values` in place of what is differentiated, and `None` elsewhere."""
         chosen = dict(zip(self.model.positions, values, strict=True))
         leaves = [chosen.get(k) for k in range(len(self.model.leaves))]
-        one = lambda unit: unit if tree_util.tree_leaves(unit) else None
-        return tree_util.tree_map(one, self.model.treedef.unflatten(leaves), is_leaf=is_state)
+        or_none = lambda unit: unit if tree_util.tree_leaves(unit) else None
+        return tree_util.tree_map(or_none, self.model.treedef.unflatten(leaves), is_leaf=is_state)
 
 
 def _picked(

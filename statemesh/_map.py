@@ -124,8 +124,8 @@ def vmap2_new_states(
         ...     count: sm.State | None = None
         ...     def init_state(self):
         ...         return self.replace(count=sm.ShortTermState(0))
-        >>> counter, made = sm.vmap2_new_states(Counter(), {}, axis_size=3)
-        >>> counter.count.value.shape, list(made)
+        >>> counter, axes = sm.vmap2_new_states(Counter(), {}, axis_size=3)
+        >>> counter.count.value.shape, list(axes)
         ((3,), [0])
 
         ```
@@ -167,7 +167,7 @@ def pmap2_new_states(
         ...     count: sm.State | None = None
         ...     def init_state(self):
         ...         return self.replace(count=sm.ShortTermState(0))
-        >>> counter, made = sm.pmap2_new_states(Counter(), {})
+        >>> counter, axes = sm.pmap2_new_states(Counter(), {})
         >>> counter.count.value.shape == (jax.device_count(),)
         True
 

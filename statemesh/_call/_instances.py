@@ -380,11 +380,11 @@ class OnProcesses(OnDevices):
     def __init__(self, mesh: Mesh, own: Mesh) -> None:
         super().__init__(mesh)
         self.whole = mesh
-        self.own = own
+        self.own_mesh = own
         self.outside = OwnParts(mesh, own)
 
     def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
-        return LanesOfProcesses(name, self.whole, self.own, self.axis_names, inputs, donating)
+        return LanesOfProcesses(name, self.whole, self.own_mesh, self.axis_names, inputs, donating)
 
     def count(self, name: str, layout: Layout, arrays: Sequence[Leaf]) -> int:
-        return self.own.size
+        return self.own_mesh.size

@@ -214,8 +214,8 @@ class Instance:
     ) -> str | None:
         """The text of `error` with a hint, if a part of a parameter, or a replicated state, met other data.
 
-        Only for errors that JAX raised about shapes, and only when the sizes say that a state was
-        left whole where data was split; and for those about the types of what a loop carries.
+        JAX must have raised the error. An error about shapes gets a hint if the sizes say that a state is
+        whole where data is split. An error about the types of a loop's carry gets one if it names a state.
         """
         if type(error) not in (TypeError, ValueError) or not compat.raised_by_jax(error):
             return None

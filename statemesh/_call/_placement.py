@@ -333,7 +333,7 @@ class Spared:
         # What no program made and none took, found apart from all others, and the last number by then.
         self._apart: tuple[Refs, int] = [], 0
         # What the program made last, and its number.
-        self._made: tuple[Refs, int] = [], 0
+        self._last_run: tuple[Refs, int] = [], 0
         # Picks what was compared last from what the program had made and then from what was apart.
         self._order: Any = None
 
@@ -359,7 +359,7 @@ class Spared:
 
         It says nothing that `_known` would not say, and says it in one pass in C.
         """
-        order, (outputs, number), (left, before) = self._order, self._made, self._apart
+        order, (outputs, number), (left, before) = self._order, self._last_run, self._apart
         if order is None or number <= before:
             return False
         try:
@@ -385,7 +385,7 @@ class Spared:
             or not all(ref() is x for ref, x in zip(left, others, strict=True))
         ):
             return False
-        outputs, number = self._made
+        outputs, number = self._last_run
         if set(numbers) <= {0, number}:
             # The next call, if it takes the like, asks in the quickest way.
             known = [*(ref() for ref in outputs), *others]
@@ -396,7 +396,7 @@ class Spared:
     def keep(self, outputs: Sequence[Leaf]) -> None:
         """Remember what the program has made."""
         if self.compared:
-            self._made = MADE.add(outputs)
+            self._last_run = MADE.add(outputs)
 
 
 def memory(x: Leaf) -> frozenset[tuple[Any, int]]:

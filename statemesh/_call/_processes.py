@@ -59,11 +59,11 @@ class LanesOfProcesses(FixedMeshLayout):
         donating: bool,
     ) -> None:
         super().__init__(fun_name, mesh, axis_names, inputs, donating)
-        self.own = _OwnLayout(fun_name, own, axis_names, inputs, donating)
+        self.own_layout = _OwnLayout(fun_name, own, axis_names, inputs, donating)
         self.sizes = mesh.size, own.size
 
     def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        ready, shown = self.own.concrete(arrays)
+        ready, shown = self.own_layout.concrete(arrays)
         # An array that is passed twice must stay one array.
         whole: dict[tuple[int, Placement], Any] = {}
         keys = [(id(x), leaf.placement) for x, leaf in zip(ready, self.inputs, strict=True)]
@@ -80,12 +80,12 @@ class LanesOfProcesses(FixedMeshLayout):
         ]
 
     def check_alive(self, arrays: Sequence[Leaf]) -> None:
-        self.own.check_alive(arrays)
+        self.own_layout.check_alive(arrays)
 
     def returned(
         self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:
-        return self.own.returned(arrays, shown, forwarded)
+        return self.own_layout.returned(arrays, shown, forwarded)
 
     def traced(self, arrays: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         raise BatchAxisError(
@@ -95,7 +95,7 @@ class LanesOfProcesses(FixedMeshLayout):
         )
 
     def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
-        parts = self.own.abstract(arrays)
+        parts = self.own_layout.abstract(arrays)
         lanes, here = self.sizes
         return [
             x
@@ -121,7 +121,7 @@ class OwnParts:
 
     def __init__(self, mesh: Mesh, own: Mesh) -> None:
         self.sizes = mesh.size, own.size
-        self.own = own
+        self.own_mesh = own
         # The same objects every time, because a layout recognises shardings by identity.
         self.targets: dict[Placement, NamedSharding] = {}
 
@@ -132,7 +132,7 @@ class OwnParts:
         if not isinstance(x, jax.Array):
             return x
         if placement not in self.targets:
-            self.targets[placement] = NamedSharding(self.own, placement.spec)
+            self.targets[placement] = NamedSharding(self.own_mesh, placement.spec)
         lanes, here = self.sizes
         return _rewrapped(x, _resized(x.shape, placement, lanes, here), self.targets[placement])
 

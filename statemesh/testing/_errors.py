@@ -13,7 +13,7 @@ from ._types import DType
 
 @dataclasses.dataclass(frozen=True)
 class BrokenPromise:
-    """A result of which one copy is kept, although shards have different ones; or a predicate of that kind.
+    """A result or a predicate that should be the same on all shards, although their copies differ.
 
     **Attributes:**
 

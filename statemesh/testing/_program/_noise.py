@@ -166,20 +166,20 @@ _EXACT = frozenset(
         *("pmax", "pmin", "pbroadcast", "random_wrap", "random_unwrap"),
     )
 )
-# Sums of products of their operands, or of powers of them: their exactness is computed.
-_SUMS = frozenset(
-    (
-        *("add", "sub", "mul", "add_any", "integer_pow", "square", "convert_element_type"),
-        *("reduce_precision", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated"),
-        *("reduce_window_sum", "reduce_prod", "cumprod", "psum", "psum_invariant"),
-        *("reduce_scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"),
-    )
-)
+# Operations with one result for each number, and those of them that only change the dtype.
 _CONVERSIONS = ("convert_element_type", "reduce_precision")
 _ELEMENTWISE = ("add", "sub", "mul", "add_any", "integer_pow", "square", *_CONVERSIONS)
+# Sums of products of their operands: their exactness is computed.
+_SUMS = frozenset(
+    (
+        *("reduce_sum", "cumsum", "dot_general", "conv_general_dilated", "reduce_window_sum"),
+        *("reduce_prod", "cumprod", "psum", "psum_invariant", "reduce_scatter"),
+        *("scatter-add", "scatter_add", "scatter-mul", "scatter_mul"),
+    )
+)
 # Operations that round once. The result of another one may be off by a few digits more.
 _ONCE = _SUMS - {"reduce_window_sum", "reduce_prod", "cumprod", "scatter-mul", "scatter_mul"}
-_ONCE |= {"div", "sqrt"}
+_ONCE |= {*_ELEMENTWISE, "div", "sqrt"}
 _SEVERAL = 4.0
 
 # Functions that give short numbers for zero, or are one for what is large. (What is zero is not moved, such
@@ -188,6 +188,9 @@ _SHORT = ("exp", "exp2", "cos", "cosh", "logistic", "erfc", "tanh", "erf")
 
 # For multiplicative hashing.
 _ODD = 0xD1B54A32D192ED03
+
+# The bits of a number below its highest digit.
+_FRACTION = np.uint64(2**52 - 1)
 
 # The power of grains that is summed to find the finest.
 _POWER = 4
@@ -249,7 +252,7 @@ class Noisy(Promoted):
             units = [self._in_this_run(2.0 ** -eqn.params["mantissa_bits"])]
         terms = _terms(eqn, shards)
         times = math.sqrt(terms)
-        if narrows or name in _ELEMENTWISE or not _is_sum(eqn):
+        if narrows or name not in _SUMS:
             exact = self._is_exact(eqn, xs, outputs, units[0], narrows)
             times *= 1.0 if name in _ONCE else _SEVERAL
             results = zip(outputs, units, strict=True)
@@ -258,7 +261,7 @@ class Noisy(Promoted):
         inner = unit
         if name in _WIDE_SUMS and terms > 1:
             inner = jnp.minimum(unit, self._in_this_run(roundoff(np.float32)))
-        sizes, finest = self._terms(eqn, xs, x, run)
+        sizes, finest = self._sizes_and_fineness(eqn, xs, x, run)
         exact = _fits(sizes, finest, inner)
         if terms == 1:
             return [self._off(x, unit, name, exact)]
@@ -277,7 +280,7 @@ class Noisy(Promoted):
         """The roundoff `unit` where the noise is that of the program's dtypes, else double precision's."""
         return jnp.where(self.noise[1] > 0, unit, roundoff(np.float64))
 
-    def _terms(
+    def _sizes_and_fineness(
         self,
         eqn: Equation,
         xs: Sequence[AnyLeaf],
@@ -388,8 +391,7 @@ def _is_short(x: AnyLeaf, unit: Any) -> AnyLeaf:
 @jax.jit
 def _is_an_operand(x: AnyLeaf, operands: Sequence[AnyLeaf]) -> AnyLeaf:
     """Whether results have the digits of an operand: after adding zero, or multiplying by a power of two."""
-    digits = np.uint64(2**52 - 1)
-    alike = [(_bits(x) ^ _bits(y)) & digits == 0 for y in operands if y.dtype == x.dtype]
+    alike = [(_bits(x) ^ _bits(y)) & _FRACTION == 0 for y in operands if y.dtype == x.dtype]
     return functools.reduce(operator.or_, alike, np.False_)
 
 
@@ -408,7 +410,7 @@ def _moved(x: AnyLeaf, amount: Any, sizes: AnyLeaf | None, exact: AnyLeaf, seed:
 def _grain(x: AnyLeaf) -> tuple[AnyLeaf, AnyLeaf]:
     """For each number the values of its highest digit and of its lowest one that is not zero."""
     bits = _bits(x)
-    digits = bits & np.uint64(2**52 - 1)
+    digits = bits & _FRACTION
     top = bits & np.uint64(0x7FF << 52)
     lowest = jax.lax.bitcast_convert_type(top | (digits & -digits), np.float64)
     top = jax.lax.bitcast_convert_type(top, np.float64)
@@ -431,11 +433,6 @@ def _fineness(x: AnyLeaf, unit: Any) -> AnyLeaf:
 def _fits(sizes: AnyLeaf, fineness: AnyLeaf, unit: Any) -> AnyLeaf:
     """Whether sums of terms that are so large and so fine need no more digits than a dtype has."""
     return (sizes**_POWER * fineness) <= (2 / unit) ** _POWER
-
-
-def _is_sum(eqn: Equation) -> bool:
-    """Whether the result is a sum of products of operands. A power below zero is none."""
-    return eqn.primitive.name in _SUMS and eqn.params.get("y", 1) > 0
 
 
 def _terms(eqn: Equation, shards: int) -> int:
