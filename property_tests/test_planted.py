@@ -129,6 +129,7 @@ def test_in_right_models_no_line_is_named(model: str) -> None:
     assert locate(mapped(case), *case.args) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [model if model in CHEAP else pytest.param(model, marks=pytest.mark.slow) for model in MODELS],

@@ -11,7 +11,8 @@ import tests.annotations
 import tests.compiling  # noqa: F401
 
 
-install_import_hook("statemesh", "tests.annotations.checked")
+if not jaxtyping.config.jaxtyping_disable:
+    install_import_hook("statemesh", "tests.annotations.checked")
 
 from statemesh.testing import load_profile, set_devices  # noqa: E402
 from statemesh.testing._locate import _locate  # noqa: E402

@@ -100,6 +100,7 @@ def test_there_is_one_buffer_for_each_dtype_and_set_of_mesh_axes() -> None:
     assert repr(packed) == "Packed(8 states in 7 arrays, 2 not packed)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, slow({"check_vma": False, "donate": "states"})], ids=str)
 def test_calls_give_what_they_give_unpacked(options: Any) -> None:
     fun, count = counted(step)
@@ -124,6 +125,7 @@ def test_calls_give_what_they_give_unpacked(options: Any) -> None:
     assert (count.times, seen.times) == (1, 0)
 
 
+@pytest.mark.slow
 def test_inside_jit_and_in_a_scan() -> None:
     call = mapped()
     first = jax.jit(lambda packed: call(packed, X)[1])(packed_net())

@@ -61,6 +61,7 @@ def test_gradients_are_those_of_the_loop(data: st.DataObject) -> None:
     check_lane_gradient(lane, run, TRANSFORMS[:2], jit=data.draw(st.booleans(), "inside jit"))
 
 
+@pytest.mark.slow
 @fewest
 @given(st.data())
 def test_gradients_on_shards(data: st.DataObject) -> None:

@@ -92,6 +92,7 @@ def test_over_lanes_and_a_mesh_in_a_checked_shard_map() -> None:
     np.testing.assert_allclose(sums, np.tile(rows.sum(0), (LANES, 1)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_over_lanes_among_types() -> None:
     """As in two nested maps without types, taken within lanes and around them."""
 
@@ -113,6 +114,7 @@ def test_gradients_over_lanes_among_types() -> None:
         np.testing.assert_allclose(got, jnp.concatenate(list(of_parts), 1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_gradient_reaches_what_lanes_close_over() -> None:
     def closing_over(x: jax.Array) -> Any:
         return sm.vmap2(lambda row: sm.psum(jnp.sin(row) * x[0], "b"), axis_name="b")(x)[0]
@@ -141,6 +143,7 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_collectives_of_jax_run_unchecked() -> None:
     def lane(x: jax.Array) -> Any:
         return [fun(x) for fun in COLLECTIVES.values()]

@@ -275,6 +275,7 @@ def each() -> dict[str, np.ndarray]:
     return per_shard(LOSING)
 
 
+@pytest.mark.slow
 @each_kind
 def test_what_types_have_lost_is_refused(each: dict[str, np.ndarray]) -> None:
     with pytest.raises(sm.SpecError) as raised:

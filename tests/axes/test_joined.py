@@ -51,6 +51,7 @@ ALONE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, slow(False)])
 def test_the_bits_are_those_of_separate_reductions(check_vma: bool) -> None:
     """States of every dtype and policy, beside a function that reduces each array by itself."""

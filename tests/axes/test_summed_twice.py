@@ -182,6 +182,7 @@ def test_what_looks_like_it_is_let_through(mode: str) -> None:
     MODES[mode](second)(jnp.ones(4), ROWS)
 
 
+@pytest.mark.slow
 def test_what_is_not_shown() -> None:
     """By a function that runs eagerly, and by the lanes of a `vmap`."""
     wanted = 4 * jax.grad(lambda w: jnp.mean((ROWS @ w - 1) ** 2))(jnp.ones(4))

@@ -121,6 +121,7 @@ class Noisy(sm.Module):
         return self.replace(rng=rng, noise=sm.State(jax.random.normal(drawn)))
 
 
+@pytest.mark.slow
 @each_check
 def test_lanes_and_what_they_create(checks: Any) -> None:
     def lane(rng: sm.RandomState, x: Any) -> Any:

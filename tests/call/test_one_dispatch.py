@@ -114,6 +114,7 @@ def test_results_fed_back_under_another_name_are_soon_one_dispatch(warm_up: int)
     assert python_steps(steady_call(warm_up, placed)) == python_steps(same_name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_steady_call_is_one_dispatch(way: str) -> None:
     name, kind, numbers, keywords = WAYS[way]
@@ -243,6 +244,7 @@ def test_the_owner_of_a_numpy_array_may_write_to_it() -> None:
         mapped(state, placed)
 
 
+@pytest.mark.slow
 def test_traces_see_the_mapped_call() -> None:
     mapped = mapping()
     model, rows = steady(mapped, make_model(), ROWS)
@@ -299,6 +301,7 @@ def test_effects_happen_once_a_call(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out.count("called with 1") == 8
 
 
+@pytest.mark.slow
 def test_what_jax_forgot_is_compiled_again() -> None:
     mapped = mapping()
     model, rows = steady(mapped, make_model(), ROWS)

@@ -44,6 +44,7 @@ def step(model: Model, x: jax.Array, scale: Any) -> tuple[jax.Array, Model]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_calls_trace_once(kind: str) -> None:
     fun, count = counted(step)
@@ -203,6 +204,7 @@ class Label(sm.Module):
     number: int = sm.field(static=True)
 
 
+@pytest.mark.slow
 def test_threads_with_programs_of_their_own_and_one_that_all_use() -> None:
     fun, count = counted(lambda x, label: x * label.number)
     mapped = sm.vmap2(fun, in_axes=(0, None))

@@ -52,7 +52,9 @@ def check(result: Any, expected: Any) -> None:
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-@pytest.fixture(params=[("explicit", True), ("explicit", False), ("auto", True)], ids=str)
+@pytest.fixture(
+    params=[slow(("explicit", True)), ("explicit", False), slow(("auto", True))], ids=str
+)
 def setting(request: pytest.FixtureRequest) -> Any:
     """A mesh, which is set or not."""
     kind, is_set = request.param
@@ -79,6 +81,7 @@ def test_eager_and_jit(setting: Mesh) -> None:
         check((y, model), (y_plain, plain))
 
 
+@pytest.mark.slow
 def test_grad_outside(setting: Mesh) -> None:
     call = mapped(setting)
     expected = jax.grad(lambda m: loss(step, m, jnp.asarray(data())))(make_model())
@@ -221,6 +224,7 @@ def assert_jacobian(how: str, call: Any, x: Any) -> None:
     np.testing.assert_allclose(jax.device_get(found), expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "is_set"), [("explicit", False), slow("auto", True)])
 def test_jacobians_of_placed_arrays(kind: str, is_set: bool) -> None:
     mesh = make_mesh("4", KINDS[kind])

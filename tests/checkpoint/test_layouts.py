@@ -31,6 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return root, save_all(root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["4x2", *map(slow, ["1", "2", "4", "8"])])
 def test_training_goes_on_on_any_mesh(target: str, saved: Any) -> None:
     root, expected = saved

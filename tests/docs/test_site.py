@@ -79,6 +79,7 @@ def messages(function: ast.FunctionDef) -> list[ast.expr]:
     return [first for maker, first in at if maker != "listed" or {m for m, _ in at} == {"listed"}]
 
 
+@pytest.mark.slow
 def test_every_error_is_found_by_its_words() -> None:
     """The search puts headings first. Each error has its words in one, here or on the pages of questions."""
     pages = [*(DOCS / "pages").glob("errors-*.md"), *(DOCS / "pages").glob("faq*.md")]

@@ -86,6 +86,7 @@ both_kinds = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @both_kinds
 def test_training_is_that_of_one_device_in_a_quarter_of_its_memory(
     check_vma: bool, kind: AxisType
@@ -124,6 +125,7 @@ def tensor_parallel_loss(model: Any, x: Any, y: Any) -> Any:
     return jnp.mean((out - y) ** 2), model
 
 
+@pytest.mark.slow
 @both_kinds
 def test_with_tensor_parallelism_on_another_axis(check_vma: bool, kind: AxisType) -> None:
     mesh, step = make_mesh("4x2", kind), step_of(tensor_parallel_loss)
@@ -159,6 +161,7 @@ def scanned_loss(stack: Stack, x: Any, y: Any) -> Any:
     return jnp.mean((out[:, :4] - y) ** 2), stack
 
 
+@pytest.mark.slow
 @both_kinds
 def test_layer_by_layer_in_a_scan_with_remat(check_vma: bool, kind: AxisType) -> None:
     mesh, step = make_mesh("4", kind), step_of(scanned_loss)
@@ -248,6 +251,7 @@ def test_outside_any_mapped_call_values_are_whole() -> None:
 # In checkpoints, with microbatches, and in `explain`
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_split_parameters_loads_on_another_mesh(tmp_path: Any) -> None:
     """The training goes on as if nothing had happened, with the parts that the other mesh asks for."""
 

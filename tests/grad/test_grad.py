@@ -146,6 +146,7 @@ def still_loss(net: Net, x: Any) -> Any:
     return jnp.mean(net.apply(x) ** 2), net.replace(mean=x.mean(axis=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_everything_is_as_unsharded(way: str) -> None:
     got = WAYS[way](sm.value_and_grad(net_loss, axis_name="x"), make_net(), X)
@@ -216,6 +217,7 @@ def test_wrt_in_every_form() -> None:
         assert found == {name: 420 / numbers[name] for name in names}, form
 
 
+@pytest.mark.slow
 @checked_or_not
 def test_what_was_not_written_comes_back_as_it_was(check_vma: bool) -> None:
     step = sm.value_and_grad(still_loss, axis_name="x")

@@ -144,6 +144,7 @@ def wanted_of_both_modes() -> Any:
     return jax.jit(lambda: of_both_modes(run, plain))()
 
 
+@pytest.mark.slow
 @some_ways
 def test_derivatives_around_gradients_of_gradients(way: str) -> None:
     check(of_both_modes(WAYS[way], sm.value_and_grad), wanted_of_both_modes(), 1e-3)

@@ -122,6 +122,7 @@ def test_every_kind_of_mesh(check_vma: bool) -> None:
     check(some(make_model(), X), unsharded())
 
 
+@pytest.mark.slow
 def test_without_jit_and_in_maps_of_jax_alone() -> None:
     mesh, specs = make_mesh("2", AxisType.Explicit), (P(), P("x"))
     step = sm.value_and_grad(loss_fn, axis_name="x")

@@ -196,6 +196,7 @@ def test_averages_of_the_lanes_own_weights_are_not_merged() -> None:
         mapped(w, sm.nn.EMA(sm.ParamState(jnp.ones(3))))
 
 
+@pytest.mark.slow
 def test_layers_with_states_that_are_scanned_and_rematerialised() -> None:
     @jax.checkpoint
     def apply(x: Any, layer: Any) -> Any:

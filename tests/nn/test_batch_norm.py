@@ -72,6 +72,7 @@ def test_running_statistics_are_those_of_all_rows_ever_seen(name: str) -> None:
     assert_moments(layer.running.value, np.concatenate([x[where] for x, where in batches]))
 
 
+@pytest.mark.slow
 @some_ways
 def test_its_gradient_is_that_of_the_formula(name: str) -> None:
     """The gradient is taken outside the call, with respect to the parameters and to every row."""
@@ -137,6 +138,7 @@ def assert_statistics(layer: Any, mean: Any, var: Any, rtol: float = 1e-5) -> No
     np.testing.assert_allclose(layer.running.value["var"], var, rtol=rtol)
 
 
+@pytest.mark.slow
 def test_batches_leave_the_statistics_and_outputs_of_flax() -> None:
     """With the default momentum and batches of two sizes that are far from mean 0 and variance 1."""
     ours, flax = sm.nn.BatchNorm(SIZE), of_flax()

@@ -57,6 +57,7 @@ def test_entries_are_dropped_at_the_rate_and_the_others_scaled_to_make_up() -> N
     assert len(np.unique(np.concatenate([y, second]), axis=0)) == 200
 
 
+@pytest.mark.slow
 def test_axes_dtypes_and_gradients() -> None:
     want, _ = dropout()(X)
     for axis in (1, -1):

@@ -94,6 +94,7 @@ def test_reset_dtypes_and_bias() -> None:
     assert not y.any()
 
 
+@pytest.mark.slow
 def test_its_weights_are_parameters_and_get_a_gradient_through_time() -> None:
     def loss_fn(cell: Any, xs: Any) -> Any:
         ys, cell = scanned(cell, xs)

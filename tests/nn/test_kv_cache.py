@@ -83,6 +83,7 @@ def held(cache: Any) -> tuple[int, ...]:
 SIZES = [5, *[1] * (TOKENS - 5)]
 
 
+@pytest.mark.slow
 def test_decoding_attends_to_the_latest_tokens() -> None:
     out, after = run(eqx.filter_jit(decode), cache(), [5, 3, *[1] * (TOKENS - 8)])
     np.testing.assert_allclose(out, WANTED, atol=1e-5)
@@ -101,6 +102,7 @@ def test_slots_and_heads_may_be_split(axis_name: Any) -> None:
     assert held(after) == (CAPACITY // 4 if axis_name else CAPACITY, HEADS // 2, DIM)
 
 
+@pytest.mark.slow
 def test_sequences_of_their_own_lengths_in_lanes() -> None:
     """One sequence is three tokens ahead of the other."""
     made, _ = sm.vmap2_new_states(cache(), {}, axis_size=2)
@@ -117,6 +119,7 @@ def test_sequences_of_their_own_lengths_in_lanes() -> None:
     np.testing.assert_array_equal(stacked.position.value, [TOKENS, TOKENS - 3])
 
 
+@pytest.mark.slow
 def test_slots_are_a_ring() -> None:
     here, start = cache(), 0
     for n in (8, 5, 5):

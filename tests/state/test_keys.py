@@ -44,6 +44,7 @@ def numbers(rng: sm.RandomState, x: jax.Array) -> Any:
     return jax.vmap(lambda key: jax.random.bits(key, (3,)))(keys), rng
 
 
+@pytest.mark.slow
 @each_implementation
 def test_a_row_gets_the_same_numbers_everywhere(impl: str) -> None:
     keys, after = make_rng(impl).rows(16)
@@ -57,6 +58,7 @@ def test_a_row_gets_the_same_numbers_everywhere(impl: str) -> None:
         np.testing.assert_array_equal(data(left.key), data(after.key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_streams_of_nested_calls_are_apart(impl: str) -> None:
     def one(rng: sm.RandomState) -> Any:
@@ -77,6 +79,7 @@ def test_streams_of_nested_calls_are_apart(impl: str) -> None:
     assert after.key.dtype == rng.key.dtype == key.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transform", "impl"), [slow(sm.pmap2, "rbg"), (sm.vmap2, "philox4x32")])
 def test_lanes_draw_from_keys_of_their_own(transform: Any, impl: str) -> None:
     def fun(rng: sm.RandomState, x: jax.Array) -> Any:
@@ -92,6 +95,7 @@ def test_lanes_draw_from_keys_of_their_own(transform: Any, impl: str) -> None:
     np.testing.assert_array_equal(data(after.key), data(plain.key))
 
 
+@pytest.mark.slow
 def test_an_emulated_shard_makes_keys_as_a_device_does() -> None:
     def fun(rng: sm.RandomState) -> Any:
         keys = jax.random.split(jax.random.fold_in(rng.key, jax.lax.axis_index("x")), 2)

@@ -65,6 +65,7 @@ def test_an_axis_name_outside_means_one_shard() -> None:
     same(jax.jit(lambda rng: rng.rows(6, "x")[0])(make_rng()), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "name", "options"),
     [
@@ -88,6 +89,7 @@ def test_a_call_under_every_option(wrap: Any, name: str, options: dict[str, Any]
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.slow
 def test_draws_in_a_scan_and_in_a_branch_that_all_shards_take() -> None:
     def fun(rng: sm.RandomState, x: jax.Array, go: Any) -> Any:
         def body(rng: sm.RandomState, _: None) -> Any:
@@ -136,6 +138,7 @@ DRAWING: list[tuple[Any, Callable[[Any], Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_draws_of_some_shards_only_are_not_drawn_again(check_vma: bool) -> None:
     def fun(rngs: list[sm.RandomState]) -> Any:
@@ -173,6 +176,7 @@ def in_scan(rng: sm.RandomState) -> sm.RandomState:
     return after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writes", "options"),
     [
@@ -277,6 +281,7 @@ def test_keys_per_shard() -> None:
     same(keys[::2], jnp.stack([k for k, _ in alone]))
 
 
+@pytest.mark.slow
 def test_nested_calls() -> None:
     mesh = make_mesh("4x2")
 

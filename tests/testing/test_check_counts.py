@@ -135,6 +135,7 @@ def test_a_result_of_which_nothing_is_judged_is_named() -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.slow
 def test_a_verdict_does_not_depend_on_checks_before() -> None:
     tenth: Any = lambda x: x / 10
     by_a_product: Any = lambda x: x * 0.1
@@ -144,6 +145,7 @@ def test_a_verdict_does_not_depend_on_checks_before() -> None:
     assert "off by" in report(by_a_product, X, out_specs=P("x"), unsharded=other)
 
 
+@pytest.mark.slow
 def test_the_programs_of_an_emulated_call_are_bounded() -> None:
     traced: list[float] = []
 
@@ -204,6 +206,7 @@ def test_loops_in_lanes_and_roots_are_replayed(fun: Any) -> None:
     assert "calls do not agree" in report(mistaken, X, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::statemesh.testing.UntestedWarning")
 def test_arrays_of_another_mesh() -> None:
     in_half = lambda x: lax.psum(jnp.exp(x.astype(jnp.float16) * 30).sum(0), "x")
@@ -211,6 +214,7 @@ def test_arrays_of_another_mesh() -> None:
     check(in_half, jax.device_put(X, jax.NamedSharding(four, P("x"))))
 
 
+@pytest.mark.slow
 def test_a_key_that_is_made_inside_does_not_hide_the_line() -> None:
     def drawn(data: Any, x: Any) -> Any:
         noise = jax.random.normal(jax.random.wrap_key_data(data), x.shape[1:])

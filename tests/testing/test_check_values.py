@@ -111,6 +111,7 @@ def averaged(total: sm.State, x: Any) -> Any:
     return total.set(total.value + on_one(lax.psum(x.mean(0), "x"), lax.psum(x.mean(0), "x") / 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "large"), [("float32", 1e6), ("bfloat16", 1000)])
 def test_the_increment_of_a_large_total_is_compared(dtype: str, large: float) -> None:
     total = sm.State(jnp.full(2, large, dtype))

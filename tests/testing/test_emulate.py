@@ -115,6 +115,7 @@ def test_states_policies_and_random_streams_are_those_of_the_call(
     assert_close(emulate(call, first[1], X[::-1]), second)
 
 
+@pytest.mark.slow
 def test_256_shards_on_one_device() -> None:
     count = sm.State(0, reduce="sum")
     rng = sm.RandomState(jax.random.key(0))
@@ -159,6 +160,7 @@ CUTS: list[tuple[P | None, P]] = [
 ]
 
 
+@pytest.mark.slow
 def test_arrays_are_cut_and_joined_as_on_devices() -> None:
     x = jnp.sin(jnp.arange(64.0)).reshape(16, 4)
     for into, out in CUTS:
@@ -374,6 +376,7 @@ def test_gradients_of_the_call(check: bool) -> None:
     assert_close(jax.jit(emulated)(w, rng, placed)[1][1], expected[1][1])
 
 
+@pytest.mark.slow
 def test_second_derivatives() -> None:
     def shard(w: Any, x: Any) -> Any:
         return jax.lax.psum((jax.nn.silu(x * w) ** 2).sum(), ("x", "y"))
@@ -390,6 +393,7 @@ def test_second_derivatives() -> None:
     assert_close(emulate(jax.hessian(lambda w: call(w, x)), w), real)
 
 
+@pytest.mark.slow
 def test_only_what_is_wanted_is_differentiated() -> None:
     """Of `x` there is no derivative backwards: of a loop with an unknown number of rounds."""
 

@@ -60,6 +60,7 @@ def put(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
         monkeypatch.setattr(sys.modules[__name__], name, value)
 
 
+@pytest.mark.slow
 def test_a_value_that_was_closed_over_and_changed_is_seen() -> None:
     factor = [1.0]
 

@@ -121,6 +121,7 @@ def test_integers_are_equal_or_not() -> None:
     assert "off by 1 at [0]" in report(lambda x: 1000000 * x + on_one(0, 1), np.arange(8))
 
 
+@pytest.mark.slow
 def test_what_cancels_is_held_to_the_digits_that_it_has_in_double_precision() -> None:
     """Of large numbers less their mean, summed in another order, few digits are right in float32."""
     less_mean: Callable[[Any], Any] = lambda x: x - lax.pmean(x.mean(0), "x")
@@ -189,6 +190,7 @@ def test_what_goes_wrong_inside_jit_is_found() -> None:
     assert "It agrees on mesh x=2, on mesh x=2 with generic values" in text
 
 
+@pytest.mark.slow
 def test_later_calls_are_compared() -> None:
     def late(seen: Any, x: Any) -> Any:
         return x, seen.set(seen.value + jnp.where(seen.value > 2, lax.axis_size("x"), 1))
@@ -230,6 +232,7 @@ def test_results_without_a_derivative_are_named() -> None:
 # What it says
 
 
+@pytest.mark.slow
 def test_the_line_comes_first_and_then_what_is_off() -> None:
     lines = report(centered_here, counter(), X, steps=1).splitlines()
     assert lines[:4] == [
@@ -260,6 +263,7 @@ def test_further_meshes_take_a_line() -> None:
 # Bad input
 
 
+@pytest.mark.slow
 def test_what_the_call_raises_comes_through_with_a_note() -> None:
     with pytest.raises(sm.SpecError, match="3") as raised:
         check(centered, counter(), X[:3], meshes=[{"x": 1}, {"x": 2}], gradients=False)
@@ -300,6 +304,7 @@ def test_meshes_that_cannot_be_made() -> None:
 # What it costs
 
 
+@pytest.mark.slow
 def test_many_values_cost_the_compiles_of_one() -> None:
     plain = lambda seen, x: (x - x.mean(0), seen.set(seen.value + x.sum()))
     for unsharded in (None, plain):
@@ -311,6 +316,7 @@ def test_many_values_cost_the_compiles_of_one() -> None:
         assert again.times == 0
 
 
+@pytest.mark.slow
 def test_each_mesh_costs_two_compiles_and_one_device_two_more() -> None:
     """With all other values and ways of calling."""
     checked.check(lambda x: lax.psum(x.sum(0), "x"), X)

@@ -162,6 +162,7 @@ def test_what_is_carried_is_found_wherever_it_stands(form: str) -> None:
     assert pairs(args, result, ins, outs) == expected
 
 
+@pytest.mark.slow
 def test_keyword_arguments() -> None:
     kwargs = {"model": net(), "train": True}
     assert pairs((X,), (HALF, net()), (ROWS,), (ROWS, None), kwargs) == {"kwargs['model']": "[1]"}

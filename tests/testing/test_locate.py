@@ -195,6 +195,7 @@ AT = np.array([0, 3, 7, 5], np.int32)
 OWN_PART: dict[str, Any] = {"in_specs": (ROWS, P()), "out_specs": P()}
 
 
+@pytest.mark.slow
 def test_the_index_of_a_shard_explains_what_is_made_of_it() -> None:
     def scaled(table: Any, at: Any) -> Any:
         rows = look_up(table, at)

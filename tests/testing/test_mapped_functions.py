@@ -94,6 +94,7 @@ def test_keyword_arguments_reach_the_function() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_mesh_without_devices_is_emulated() -> None:
     mesh = AbstractMesh((64,), ("x",))
     rows = np.arange(64, dtype=np.float32)

@@ -18,7 +18,11 @@ from .emulated_programs import PROGRAMS, SPECS, Inputs, inputs
 
 
 # The dearest, and what runs with the check too.
-DEAR = ("permutations", "random_numbers", "scans", "gradients_of_data", "gradients_of_parameters")
+DEAR = (
+    *("permutations", "random_numbers", "scans", "gradients_of_data", "gradients_of_parameters"),
+    *("calls", "where_a_shard_is", "a_gradient_of_a_psum", "reductions_over_both_axes"),
+    "whatever_else_one_shard_does",
+)
 CASES = [
     (slow if check < max(program.checks) or name in DEAR else pytest.param)(name, check)
     for name, program in PROGRAMS.items()
@@ -279,6 +283,7 @@ def test_a_write_that_a_branch_makes_differ_is_found(check_vma: bool, text: str)
 DTYPES = ["float32", "bfloat16", "int32", "uint8", "bool", "complex64"]
 
 
+@pytest.mark.slow
 def test_differences_are_found_in_every_dtype() -> None:
     def shard(x: Any) -> Any:
         place = jax.lax.axis_index("x") + 0 * x[0, 0].astype(int)
