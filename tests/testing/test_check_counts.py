@@ -96,14 +96,14 @@ def assert_found(x: Any, mesh: Any, *names: str) -> None:
     assert f"\n  and {len(names or PATTERNS) - 4} more." in text
 
 
-SOME = ("capacity", "variance_of_a_mask", "segments", "slots_by_rank", "hard_softmax", "rank")
+NARROW = ("capacity", "variance_of_a_mask", "segments", "slots_by_rank", "hard_softmax", "rank")
 
 
 @pytest.mark.slow
 def test_mistakes_behind_whole_numbers_are_found() -> None:
     mesh = jax.make_mesh((2,), ("x",))
-    assert_found(X, mesh)
-    assert_found(jnp.asarray(X, jnp.bfloat16), mesh, *SOME)
+    assert_found(X, mesh, *sorted({*PATTERNS} - {*NARROW}))
+    assert_found(jnp.asarray(X, jnp.bfloat16), mesh, *NARROW)
 
 
 @pytest.mark.slow
