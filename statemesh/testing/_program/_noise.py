@@ -33,6 +33,8 @@ _LAYOUTS = ("sharding", "out_sharding")
 # Parameters that give the dtype of a result.
 _DTYPES = ("dtype", "new_dtype", "preferred_element_type")
 
+_FLOATS = (jnp.float16, jnp.bfloat16, np.float32, np.float64)
+
 # Operations of a caller's own code, or on the bits of numbers: they need the dtype of the program.
 _OWN_DTYPE = (
     *("pure_callback", "io_callback", "ffi_call", "debug_callback", "bitcast_convert_type"),
@@ -213,8 +215,13 @@ class Noisy(Promoted):
 
     def __init__(self, noise: Any, rounded: Collection[tuple[str, float]]) -> None:
         super().__init__()
-        self.noise, self.rounded = noise, rounded
-        self.seed = jnp.asarray(noise[2], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        self.rounded = rounded
+        # What all operations use is computed once. XLA would merge the copies, but slowly.
+        self.noisy = (noise[0] + noise[1] > 0).astype(np.float64)
+        self.in_own_dtypes = noise[1] > 0
+        self.units: dict[float, Any] = {}
+        self.units = {unit: self._in_this_run(unit) for unit in map(roundoff, _FLOATS)}
+        self.seed = noise[2].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
     def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
         wide = super().literal(x, dtype)
@@ -278,7 +285,9 @@ class Noisy(Promoted):
 
     def _in_this_run(self, unit: float) -> Any:
         """The roundoff `unit` where the noise is that of the program's dtypes, else double precision's."""
-        return jnp.where(self.noise[1] > 0, unit, roundoff(np.float64))
+        if unit in self.units:
+            return self.units[unit]
+        return jnp.where(self.in_own_dtypes, unit, roundoff(np.float64))
 
     def _sizes_and_fineness(
         self,
@@ -324,7 +333,7 @@ class Noisy(Promoted):
         if name in _CONVERSIONS and not narrows and is_inexact(dtype_of(source)):
             return (self._unit(source) >= unit) | _is_short(xs[0], unit)
         if (name in _ELEMENTWISE and not narrows) or name in ("div", "sqrt", "integer_pow"):
-            return _is_short(outputs[0], unit) | _is_an_operand(outputs[0], xs)
+            return _is_short_or_an_operand(outputs[0], unit, xs)
         return np.False_
 
     def _off(
@@ -334,7 +343,7 @@ class Noisy(Promoted):
         name: str,
         exact: AnyLeaf = np.False_,
         sizes: AnyLeaf | None = None,
-        order: Any = 0,
+        order: AnyLeaf | None = None,
     ) -> AnyLeaf:
         """The numbers, each off by a roundoff of it, and of the sizes of its terms, where it is not exact.
 
@@ -343,10 +352,9 @@ class Noisy(Promoted):
         """
         if not is_inexact(x.dtype) or x.size == 0:
             return x
-        noisy = self.noise[0] + self.noise[1] > 0
-        amount = jnp.where(noisy, unit, 0.0)
         salt = np.uint64(zlib.crc32(name.encode()) * _ODD % 2**64)
-        moved = _moved(x, amount, sizes, exact, self.seed ^ salt ^ jnp.asarray(order, np.uint64))
+        seed = self.seed ^ salt if order is None else self.seed ^ salt ^ order
+        moved = _moved(x, self.noisy * unit, sizes, exact, seed)
         # XLA would compute the noise anew for each use, compile it as often, and may round that of a sum
         # differently there. A function such as `tanh` stays in one loop with its uses: alone, it may be other
         # for other shapes.
@@ -389,10 +397,13 @@ def _is_short(x: AnyLeaf, unit: Any) -> AnyLeaf:
 
 
 @jax.jit
-def _is_an_operand(x: AnyLeaf, operands: Sequence[AnyLeaf]) -> AnyLeaf:
-    """Whether results have the digits of an operand: after adding zero, or multiplying by a power of two."""
+def _is_short_or_an_operand(x: AnyLeaf, unit: Any, operands: Sequence[AnyLeaf]) -> AnyLeaf:
+    """Whether results are short or have the digits of an operand.
+
+    They have these after adding zero, or multiplying by a power of two.
+    """
     alike = [(_bits(x) ^ _bits(y)) & _FRACTION == 0 for y in operands if y.dtype == x.dtype]
-    return functools.reduce(operator.or_, alike, np.False_)
+    return functools.reduce(operator.or_, alike, _is_short(x, unit))
 
 
 @jax.jit
