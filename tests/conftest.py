@@ -14,8 +14,8 @@ import tests.compiling  # noqa: F401
 if not jaxtyping.config.jaxtyping_disable:
     install_import_hook("statemesh", "tests.annotations.checked")
 
-from statemesh.testing import load_profile, set_devices  # noqa: E402
-from statemesh.testing._locate import _locate  # noqa: E402
+from statemesh.testing import load_profile, set_devices
+from statemesh.testing._locate import _locate
 
 
 set_devices(8)
