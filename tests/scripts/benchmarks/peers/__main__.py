@@ -19,23 +19,24 @@ from typing import get_args
 import jax
 
 from tests.scripts.benchmarks.peers._case import Axes, Kind
-from tests.scripts.benchmarks.peers._peers import PEERS
+from tests.scripts.benchmarks.peers._peers import PEERS, TRAINERS, peers_of
 from tests.scripts.benchmarks.peers._pictures import picture, small_picture
 from tests.scripts.benchmarks.peers._run import Row, measure
 from tests.scripts.benchmarks.peers._table import firsts, put, read, table
 
 
 # How many states are measured where nothing else is asked for. Nested modules and layers have one number.
-SIZES = {"deep": [100], "training": [10]}
+SIZES = {"deep": [100], "training": [10], "transformer": [27], "cnn": [16], "mlp": [100]}
 
 
 def run(options: argparse.Namespace) -> None:
     rows: list[Row] = []
     for kind in options.kinds:
+        peers = [name for name in peers_of(kind) if name in (options.peers or peers_of(kind))]
         for devices in options.devices:
             for states in options.states or SIZES.get(kind, [1, 10, 100, 1000]):
                 found = measure(
-                    *(kind, options.axes, devices, states, options.peers),
+                    *(kind, options.axes, devices, states, peers),
                     *(options.rounds, options.seconds, options.limit),
                 )
                 rows += found
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--axes", nargs="+", choices=get_args(Axes), default=get_args(Axes))
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--states", type=int, nargs="+")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS])
+    parser.add_argument("--peers", nargs="+", choices=PEERS | TRAINERS)
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=0.1)
     parser.add_argument("--limit", type=float, default=120.0)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 # The layers of the perceptron, and its batch.
 WIDTH, ROWS, RATE = 16, 64, 0.01
 
-Kind: TypeAlias = Literal["sharded", "reduced", "deep", "training"]
+Kind: TypeAlias = Literal["sharded", "reduced", "deep", "training", "transformer", "cnn", "mlp"]
 Axes: TypeAlias = Literal["Explicit", "Auto"]
 
 
@@ -27,7 +27,7 @@ class Case:
     "sharded" adds the input to every state, each device to its part. "reduced" has every state on every
     device, moves it towards the mean of the input, and takes the mean over the devices. "deep" is "sharded"
     with every state in its own nested module. "training" is a data-parallel step of gradient descent, whose
-    states are the weights and biases.
+    states are the weights and biases. The other kinds are models of `_models.py`.
     """
 
     kind: Kind

@@ -2,8 +2,10 @@
 
 import importlib
 from collections.abc import Callable
+from typing import get_args
 
 from tests.scripts.benchmarks.peers._case import Case, Made
+from tests.scripts.benchmarks.peers._models import Model
 
 
 PEERS = {
@@ -22,12 +24,25 @@ PEERS = {
     "statemesh, packed": "_statemesh:packed",
     "statemesh, packed, donating": "_statemesh:packed_donating",
 }
+# Those that train models, and give their states up.
+TRAINERS = {
+    "by hand": "_training:by_hand",
+    "jax.jit with shardings": "_training:by_shardings",
+    "Equinox module, eqx.filter_jit": "_training:with_equinox",
+    "flax.nnx, nnx.jit": "_training_flax:under_jit",
+    "statemesh": "_training:with_statemesh",
+}
 FLOOR = "by hand"
 
 
-def maker(name: str) -> Callable[[Case], Made]:
+def peers_of(kind: str) -> dict[str, str]:
+    """The peers that have a program of this kind."""
+    return TRAINERS if kind in get_args(Model) else PEERS
+
+
+def maker(kind: str, name: str) -> Callable[[Case], Made]:
     """Make a peer's programs. This imports the library of the peer and no other."""
-    module, _, attribute = PEERS[name].partition(":")
+    module, _, attribute = peers_of(kind)[name].partition(":")
     found: Callable[[Case], Made] = getattr(
         importlib.import_module(f".{module}", __package__), attribute
     )

@@ -46,7 +46,7 @@ def main(name: str, kind: Any, axes: Any, devices: str, states: str) -> None:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        made = maker(name)(Case(kind, axes, int(devices), int(states)))
+        made = maker(kind, name)(Case(kind, axes, int(devices), int(states)))
         first, second = timed(made.step)[0], timed(made.step)[0]
         state = np.asarray(made.state(), float).ravel().tolist()
     except Exception as error:
