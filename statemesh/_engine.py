@@ -20,6 +20,7 @@ from ._call._vmap2 import vmap2 as vmap2
 from ._explain._explanation import Explanation as Explanation
 from ._fsdp import fsdp as fsdp
 from ._fsdp import gather as gather
+from ._fsdp import global_norm as global_norm
 from ._fsdp import scatter as scatter
 from ._grad import grad as grad
 from ._grad import trainable as trainable

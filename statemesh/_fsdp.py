@@ -1,4 +1,4 @@
-"""`fsdp`: parameters split over a data axis; `gather`: made whole inside a call; `scatter`: split again."""
+"""Parameters that are split over mesh axes: `fsdp`, `gather`, `scatter`, and the norm of all their parts."""
 
 import itertools
 import math
@@ -231,9 +231,7 @@ def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
     """
     axis_names = required_names("gather", axis_name)
     bound = bound_names("gather", axis_name)
-    # The lanes of `pmap2` are on a mesh.
-    lanes = {name for mark in compat.axes_from_dataflow() if mark.lanes for name in mark.axis_names}
-    lanes |= frozenset(meshes_and_lanes(bound)[1])
+    lanes = _of_lanes(bound)
     if of_lanes := [name for name in axis_names if name in lanes]:
         raise StatemeshError(
             f"gather: {of_lanes[0]!r} is an axis of lanes, and specs split parameters over mesh axes only. "
@@ -314,6 +312,84 @@ def scatter(whole: PyTree, model: PyTree) -> Any:
     return treedef.unflatten(
         [y if isinstance(y, ParamState) or is_plain_parameter(y) else x for (_, x), (_, y) in pairs]
     )
+
+
+@without_own_frames
+def global_norm(tree: PyTree) -> Array:
+    """The Euclidean norm of all numbers of a tree, with the parts that other shards hold.
+
+    It is for gradients, of which `optax.clip_by_global_norm` would see this shard's parts only. The spec of a
+    state says over which mesh axes its value is split. The squares of parts are summed over these axes, by
+    one collective for all states that are split over the same ones. What is whole on every shard counts once.
+
+    **Arguments:**
+
+    - `tree`: any pytree, such as the gradients of a model. Arrays of floats count, in States and outside.
+
+    **Returns:** a float32, or a float64 where the tree has one. Outside any mapped call arrays are whole.
+
+    **Raises:** `StatemeshError` where an array differs between shards, by its type, over a mesh axis that no
+    spec names: it is a part of an array in no State, or a gradient that was not reduced.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("model",))
+        >>> grads = {"w": sm.ParamState(jnp.ones((8, 2)), spec=P("model")), "b": sm.ParamState(jnp.ones(9))}
+        >>> norm = sm.shard_map(sm.global_norm, mesh, in_specs=None, out_specs=P())(grads)
+        >>> assert norm == 5
+        >>> clipped = jax.tree.map(lambda g: g * jnp.minimum(1, 2.5 / norm), grads)
+
+        ```
+    """
+    flat, _ = tree_util.tree_flatten_with_path(tree, is_leaf=is_state_or_packed)
+    bound = compat.bound_axis_names()
+    meshes = frozenset(meshes_and_lanes(bound)[0]) - _of_lanes(bound)
+    # Over these axes the type of an array says whether its shards differ.
+    typed = compat.varying(jax.lax.axis_index(tuple(meshes))) if meshes else NO_AXES
+    squares: dict[Axes, Array] = {}
+    unsaid: list[str] = []
+    for keys, unit in flat:
+        path = path_str(keys, "tree")
+        state = unit.unpack() if is_packed(unit) else unit
+        for part in tree_util.tree_leaves(state, is_leaf=is_state):
+            leaves = tree_util.tree_leaves(part)
+            specs = specs_of(part, path) if is_state(part) else [None] * len(leaves)
+            for x, spec in zip(leaves, specs, strict=True):
+                if not is_inexact(x):
+                    continue
+                names = _split_over(spec) & meshes
+                differs = compat.varying(x) & typed
+                if left := differs - names:
+                    unsaid.append(f"{path}: {describe(x)} differs over {quoted([*left])}")
+                wide = jnp.abs(jnp.asarray(x)).astype(jnp.promote_types(x.real.dtype, jnp.float32))
+                over = names - (typed - differs)
+                squares[over] = squares.get(over, 0) + jnp.square(wide).sum()
+    if unsaid:
+        raise error_listing(
+            StatemeshError,
+            "global_norm: these arrays differ between shards, and no spec says that they are parts",
+            unsaid,
+            "Reduce gradients first, as `sm.value_and_grad(loss_fn, axis_name=...)` does. Hold what is split "
+            "in a `ParamState` with its spec.",
+        )
+    totals = [jax.lax.psum(x, tuple(over)) if over else x for over, x in squares.items()]
+    return jnp.sqrt(sum(totals, jnp.float32(0)))
+
+
+def _split_over(spec: SpecTree) -> Axes:
+    if isinstance(spec, PerShard):
+        return frozenset(spec.axis_names)
+    return mentioned(spec) if isinstance(spec, PartitionSpec) else NO_AXES
+
+
+def _of_lanes(bound: Sequence[AxisName]) -> Axes:
+    """The axes of lanes among these. Those of `pmap2` are on a mesh."""
+    marks = [mark for mark in compat.axes_from_dataflow() if mark.lanes]
+    on_a_mesh = frozenset(name for mark in marks for name in mark.axis_names)
+    return on_a_mesh.union(meshes_and_lanes(bound)[1])
 
 
 _Step = tuple[int, tuple[AxisName, ...], Axes]

@@ -49,22 +49,11 @@ def loss_fn(mlp: MLP, x: jax.Array, y: jax.Array) -> tuple[jax.Array, MLP]:
     return ((out - y) ** 2).mean(), mlp
 
 
-def global_norm(grads: MLP, axis_name: str) -> jax.Array:
-    """The norm of all gradients; those whose spec names the axis are parts."""
-    split, whole = jnp.zeros(()), jnp.zeros(())
-    for grad in sm.states(grads).values():
-        if axis_name in (grad.spec or ()):
-            split += (grad.value**2).sum()
-        else:
-            whole += (grad.value**2).sum()
-    return jnp.sqrt(jax.lax.psum(split, axis_name) + whole)
-
-
 def step(
     mlp: MLP, slots: optax.OptState, x: jax.Array, y: jax.Array
 ) -> tuple[jax.Array, jax.Array, MLP, optax.OptState]:
     (loss, mlp), grads = sm.value_and_grad(loss_fn, axis_name="data")(mlp, x, y)
-    norm = global_norm(grads, "model")
+    norm = sm.global_norm(grads)
     grads = jax.tree.map(lambda g: g * jnp.minimum(1, LARGEST / norm), grads)
     updates, slots = OPTIMIZER.update(grads, slots, sm.trainable(mlp))
     return loss, norm, eqx.apply_updates(mlp, updates), slots

@@ -513,5 +513,8 @@ MISTAKES: Mistakes = {
         *each(forgotten_gather, 10, 11),
     ],
     "returning whole parameters": cast_model_that_is_returned_whole,
+    "norm of parts that no spec tells of": lambda: sm.shard_map(
+        lambda x: sm.global_norm({"w": x, "v": PART[0]}), make_mesh("4"), P("x"), P()
+    )(X[:8]),
     "scattering another structure": lambda: sm.scatter({"w": jnp.ones(8)}, {"w": PART[0], "b": X}),
 }

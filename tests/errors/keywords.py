@@ -190,6 +190,7 @@ USES: dict[str, Use] = {
     "fsdp": Use({"model": model(), "mesh": MESH, "axis_name": "x", "min_size": 0}),
     "gather": Use({"tree": model(), "axis_name": "x"}),
     "scatter": Use({"whole": model(), "model": model()}),
+    "global_norm": Use({"tree": model()}),
     "explain": Use({"fun": identity}),
     **dict.fromkeys(("psum", "pmean", "pmax", "pmin", "all_gather"), ON_X),
     "axis_index": Use(),

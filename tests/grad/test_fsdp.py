@@ -1,4 +1,4 @@
-"""`fsdp`, `gather` and `scatter`: training is that of one device, in a part of its memory."""
+"""`fsdp`, `gather`, `scatter`, `global_norm`: training is that of one device, in a part of its memory."""
 
 import re
 from collections.abc import Callable
@@ -370,3 +370,46 @@ def test_how_often_microbatches_gather(loss: Any, gathers: int, scatters: int) -
         times[collective.operation] += collective.times
         assert collective.operation != "psum" or collective.cause == "the loss"
     assert times == {"all_gather": gathers, "reduce_scatter": scatters, "psum": 1}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_the_norm_is_that_of_all_parts_and_of_what_is_whole_once(checked: bool) -> None:
+    grads = {
+        "over both": sm.ParamState(values(8, 4), spec=P("y", "x")),
+        "over one": sm.ParamState({"w": values(2, 16), "b": values(8)}, spec=P(None, "x")),
+        "over both together": sm.ParamState(values(8), spec=P(("x", "y"))),
+        "whole": sm.ParamState(values(3)),
+        "narrow": values(300, dtype=jnp.bfloat16),
+        "none": None,
+        "integers": sm.State(np.arange(4)),
+    }
+    grads["over one"] = grads["over one"].replace(spec={"w": P(None, "x"), "b": P("x")})
+    floats = [x for x in jax.tree.leaves(grads) if jnp.issubdtype(x.dtype, jnp.floating)]
+    wanted = np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in floats))
+    mesh = make_mesh("4x2")
+    call = sm.shard_map(sm.global_norm, mesh, None, P(), check_vma=checked)
+    for norm in (call(grads), call(sm.pack(grads, mesh)), sm.global_norm(grads)):
+        assert norm.dtype == np.float32
+        np.testing.assert_allclose(norm, wanted, rtol=1e-6)
+
+
+def test_clipping_by_the_norm_is_that_of_one_device() -> None:
+    def clipped(model: Any, x: Any, y: Any) -> Any:
+        grads, model = sm.grad(loss_fn, axis_name="x")(model, x, y)
+        norm = sm.global_norm(grads)
+        return norm, jax.tree.map(lambda g: g / norm, grads)
+
+    model = sm.fsdp(mixed(), make_mesh("4"), "x", min_size=0)
+    on_four = sm.shard_map(clipped, make_mesh("4"), SPECS[1:], P())(model, ROWS, WANTED)
+    alone = clipped(model, ROWS, WANTED)
+    for a, b in zip(jax.tree.leaves(on_four), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    updates = [x for x in jax.tree.leaves(on_four[1]) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert np.sqrt(sum(float(np.square(x).sum()) for x in updates)) == pytest.approx(1)
+
+
+def test_each_lane_has_a_norm_of_its_own() -> None:
+    rows = jnp.asarray(ROWS)
+    for lanes in (sm.vmap2, sm.pmap2):
+        norms = lanes(sm.global_norm, in_axes=0, out_axes=0, axis_name="lanes")({"w": rows})
+        np.testing.assert_allclose(norms, np.linalg.norm(ROWS, axis=1), rtol=1e-6)
