@@ -37,7 +37,7 @@ from .._jax._compat import tree_util
 from .._jax._frames import without_own_frames
 from .._state._state import states_of
 from ._arguments import Call, Unit
-from ._call import CompiledEntry, Pipeline, watching
+from ._call import Pipeline, watching
 from ._packing import Packing
 from ._program import Program
 from ._write_back import Output, WriteBack
@@ -142,8 +142,8 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
 def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     """The explanation of one call of a mapping."""
     inspected = pipeline.inspect(args, kwargs)
-    entry, traced = inspected.entry, inspected.traced
-    program, declared = entry.program, entry.program.declared
+    program, traced = inspected.program, inspected.traced
+    declared = program.declared
     moved = [program.positions[k] for k in inspected.moved]
     outputs, back = traced.out_info
     record = record_of(program, inspected.call, outputs, back, moved)
@@ -163,18 +163,17 @@ def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, An
         outputs=record.outputs,
         calls=[record.mapped],
         donates_in_vain=declared.donate != "none" and not donated,
-        changing_statics=_changing_statics(entry, inspected.rivals),
+        changing_statics=_changing_statics(program, inspected.rivals),
     )
 
 
-def _changing_statics(entry: CompiledEntry, rivals: Sequence[CompiledEntry]) -> list[str]:
+def _changing_statics(program: Program, rivals: Sequence[Program]) -> list[str]:
     """The paths of static leaves and fields that make calls compile anew: they cannot be hashed, or more than
     one program was compiled for their values already."""
-    program = entry.program
     if program.unhashable:
         return [path for path, _ in program.unhashable]
     tokens, paths = program.statics.tokens or [], program.call.paths()
-    others = [rival.program.statics.tokens or [] for rival in rivals]
+    others = [rival.statics.tokens or [] for rival in rivals]
     return [
         paths[position]
         for k, position in enumerate(program.statics.positions)
@@ -244,7 +243,7 @@ class _Rows:
         self.sizes = program.binding.sizes
         self.mesh = getattr(program.binding, "mesh", None)
         self.packing = Packing(call)
-        self.inputs = {x.position: x for x in program.run.inputs}
+        self.inputs = {x.position: x for x in program.instance.inputs}
         self.packed = {at.position for at in self.packing.origins if at.group is not None}
         self.forwarded = {program.positions[number] for number in back.forwarded}
         self.merged = {path: (policy, axes) for path, policy, axes in back.merged}
