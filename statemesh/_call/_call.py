@@ -288,7 +288,8 @@ class Pipeline:
 
     def _around(self, program: Program, traced: bool = False) -> AbstractContextManager[Any]:
         """The context of a call: its own mesh, where another one is set."""
-        return program.binding.context(traced) if self._other_mesh else nullcontext()
+        mesh = program.layout.mesh if self._other_mesh else None
+        return nullcontext() if mesh is None else compat.in_mesh(mesh, traced)
 
     def _check_valued(self, call: Call) -> None:
         """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up."""
@@ -311,9 +312,7 @@ class Pipeline:
                 MAKE_HASHABLE + "pass the values that the function uses as arrays.",
             )
             warnings.warn(text, errors.RetracedWarning, stacklevel=frames.stacklevel())
-        if not program.agreed:
-            program.agree(call.leaves)
-            program.agreed = True
+        program.agree(call.leaves)
 
     def lower(
         self,
@@ -368,7 +367,7 @@ class Pipeline:
         program = self._program(call)
         arrays = program.arrays(leaves)
         ready, shown = program.layout.concrete(arrays)
-        if program.binding.outside is not None:
+        if program.layout.spread:
             ready = shown
         moved = [k for k, x in enumerate(arrays) if shown[k] is not x]
         ready = program.layout.returned(arrays, ready, moved)

@@ -240,8 +240,8 @@ class _Rows:
     def __init__(self, program: Program, call: Call, back: WriteBack, moved: Sequence[int]) -> None:
         self.program, self.back, self.moved = program, back, frozenset(moved)
         self.name = program.declared.name
-        self.sizes = program.binding.sizes
-        self.mesh = getattr(program.binding, "mesh", None)
+        self.sizes = program.layout.sizes
+        self.mesh = program.layout.mesh
         self.packing = Packing(call)
         self.inputs = {x.position: x for x in program.instance.inputs}
         self.packed = {at.position for at in self.packing.origins if at.group is not None}

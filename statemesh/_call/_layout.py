@@ -1,16 +1,17 @@
 """Step 2 at every call: a program's inputs laid out as it takes them, and trees laid out before a call."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_, methodcaller
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._base import _errors as errors
 from .._base._checks import is_shaped
+from .._base._specs import Placement
 from .._base._trees import is_packed, is_state, is_state_or_packed, path_str
 from .._base._types import NUMBERS, AnyMesh, AxisName, Leaf, PyTree, SpecTree, StateSpecs
 from .._jax import _compat as compat
@@ -19,12 +20,8 @@ from .._jax._frames import without_own_frames
 from .._state._values import strong
 from ._agreement import (
     Passed,
-    Traced,
-    check_alike,
-    check_placements,
     check_same_arrays,
     static_passed,
-    traced_alike,
 )
 from ._mesh import check_mesh, check_specs, manual_names
 from ._placement import (
@@ -53,6 +50,7 @@ from ._specs import (
     placement,
     specs_of_states,
 )
+from ._varying import FromDataflow, FromTypes, VaryingAxes
 
 
 _is_deleted = methodcaller("is_deleted")
@@ -69,8 +67,12 @@ def _as_wide_as_now(x: Leaf) -> Any:
     return x if dtype == x.dtype else np.asarray(x, dtype)
 
 
-class MeshLayout:
-    """Where the inputs of one program lie on a mesh.
+Run: TypeAlias = Callable[..., tuple[list[Leaf], Sequence[Placement]]]
+"""Runs one instance on its parts of the inputs; returns its outputs and their placements."""
+
+
+class OnMesh:
+    """Where a program runs: each instance on a device of a mesh. It lays the inputs out there.
 
     On the devices of several processes every one of them passes the same arrays. Those that a process has for
     itself are compared with the others' when they are moved.
@@ -80,24 +82,37 @@ class MeshLayout:
     - `fun_name`: for messages.
     - `mesh`: the mesh.
     - `axis_names`: the mesh axes that the call maps over.
-    - `inputs`: the inputs.
-    - `donating`: whether some inputs are given up. What had to be moved then shares no memory with what it
-        was moved from: its owner would lose it.
+    - `check_vma`: whether types say what varies.
     """
+
+    # Whether other processes hold a part of each output, so that this one's callers get their own.
+    spread: ClassVar[bool] = False
 
     def __init__(
         self,
         fun_name: str,
         mesh: Mesh | AbstractMesh,
         axis_names: Sequence[AxisName],
-        inputs: Sequence[Input],
-        donating: bool,
+        check_vma: bool = True,
     ) -> None:
         self.fun_name = fun_name
         self.mesh = mesh
+        self.sizes: Mapping[AxisName, int] = mesh.shape
         # The mesh on which other processes have devices, if they do.
         self.shared = mesh if isinstance(mesh, Mesh) and mesh.is_multi_process else None
-        self.axis_names = frozenset(axis_names)
+        self.axis_names = tuple(axis_names)
+        self._names = frozenset(axis_names)
+        self.check_vma = check_vma
+
+    def expect(self, inputs: Sequence[Input], donating: bool) -> None:
+        """Be told, once, which inputs there will be.
+
+        **Arguments:**
+
+        - `inputs`: the inputs.
+        - `donating`: whether some inputs are given up. What had to be moved then shares no memory with what
+            it was moved from: its owner would lose it.
+        """
         self.inputs = inputs
         self.donating = donating
         kinds = [leaf.kind for leaf in inputs]
@@ -111,7 +126,7 @@ class MeshLayout:
         self.only_arrays = len(self.on_device) == len(inputs)
         self.targets: list[Leaf] = [None] * len(inputs)
         for k in [*self.hosted, *self.on_device]:
-            self.targets[k] = NamedSharding(mesh, inputs[k].placement.spec)
+            self.targets[k] = NamedSharding(self.mesh, inputs[k].placement.spec)
         # The sharding objects that were found right before: what comes out of the program and is fed
         # back carries the very same ones, so that a comparison of identities is enough.
         self.seen = list(self.targets)
@@ -122,23 +137,10 @@ class MeshLayout:
         named = [(leaf.path, x) for leaf, x in zip(self.inputs, arrays, strict=True)]
         check_shapes(what, named, [leaf.placement for leaf in self.inputs], self.mesh)
 
-    def agree(self, arrays: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
-        """Refuse, before the first call, what other processes pass differently.
-
-        `passed`: gives what is no input.
-        """
-        if self.shared is not None:
-            check_alike(self.fun_name, self.shared, [*passed(), *self._passed_alike(arrays)])
-            check_placements(self.fun_name, self.shared, self.inputs)
-
-    def _passed_alike(self, arrays: Sequence[Leaf]) -> list[Passed]:
-        """The inputs that are compared before the first call, and not when they are moved: numbers."""
+    def passed_alike(self, arrays: Sequence[Leaf]) -> list[Passed]:
+        """The inputs that processes compare before the first call, and not when they are moved: numbers."""
         numbers = sorted(self.fresh.difference(self.hosted))
         return [static_passed(self.inputs[k].path, arrays[k]) for k in numbers]
-
-    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
-        """What `trace` returns, if every process has traced the same program."""
-        return trace() if self.shared is None else traced_alike(self.fun_name, self.shared, trace)
 
     def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Concrete arrays as the program takes them, and as they come back when not written.
@@ -178,7 +180,7 @@ class MeshLayout:
         # What the host has is to be moved in any case.
         misplaced = [k for k in self.hosted if not isinstance(arrays[k], jax.Array)]
         if misplaced or not all(
-            is_laid_out(ready[k], self.targets[k], self.axis_names) for k in unseen
+            is_laid_out(ready[k], self.targets[k], self._names) for k in unseen
         ):
             # First of all, because JAX compares the layouts only of arrays that fit them.
             self.check(arrays)
@@ -249,7 +251,7 @@ class MeshLayout:
         return same or self._lies_right(x, k)
 
     def _lies_right(self, x: jax.Array, k: int) -> bool:
-        return lies_right(x, self.targets[k], self.axis_names)
+        return lies_right(x, self.targets[k], self._names)
 
     def _is_on_mesh(self, x: jax.Array) -> bool:
         return isinstance(x.sharding, NamedSharding) and bool(x.sharding.mesh == self.mesh)
@@ -289,7 +291,7 @@ class MeshLayout:
                 if isinstance(x, jax.Array) and not self.donating:
                     source = apart(x, target)
                     results[k] = shown[k] if source is x else self._put(source, k)
-            elif not (self.inputs[k].stateful or is_laid_out(x, target, self.axis_names)):
+            elif not (self.inputs[k].stateful or is_laid_out(x, target, self._names)):
                 results[k] = self._put(apart(x, target), k)
         return results
 
@@ -315,8 +317,8 @@ class MeshLayout:
         if compat.is_tracer(x) and not recorded:
             x = compat.onto_devices(x, target.mesh)
         if compat.is_tracer(x) or recorded:
-            return traced_onto(x, target, self.axis_names)
-        if isinstance(x, jax.Array) and lies_right(x, target, self.axis_names):
+            return traced_onto(x, target, self._names)
+        if isinstance(x, jax.Array) and lies_right(x, target, self._names):
             return x
         return onto(x if isinstance(x, jax.Array) else apart(x, target), target)
 
@@ -330,6 +332,42 @@ class MeshLayout:
                 dtype = jax.dtypes.canonicalize_dtype(x.dtype) if of_numpy else x.dtype
                 abstract[k] = jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=target)
         return abstract
+
+    def count(self, arrays: Sequence[Leaf]) -> int | None:
+        """The number of instances in this process."""
+        return math.prod(self.sizes[name] for name in self.axis_names)
+
+    def varying(self) -> VaryingAxes:
+        """How one run learns which values differ between instances."""
+        if self.check_vma:
+            return FromTypes(self.axis_names)
+        return FromDataflow(self.axis_names, is_known=False)
+
+    def call(self, run: Run, arrays: Sequence[Leaf]) -> list[Leaf]:
+        """Run every instance, and put its outputs together."""
+        # `shard_map` reads the out specs after it has traced the function. So the list may be filled
+        # while tracing, and no second trace is needed to learn the structure of the result.
+        out_specs: list[PartitionSpec] = []
+
+        def instance(*shards: Leaf) -> list[Leaf]:
+            outputs, placements = run(*shards)
+            out_specs[:] = [placement.written for placement in placements]
+            return outputs
+
+        instance.__name__ = instance.__qualname__ = self.fun_name
+        outputs: list[Leaf] = jax.shard_map(
+            instance,
+            mesh=self.mesh,
+            in_specs=tuple(x.placement.written for x in self.inputs),
+            out_specs=out_specs,
+            axis_names=set(self.axis_names),
+            check_vma=self.check_vma,
+        )(*arrays)
+        return outputs
+
+    def own_parts(self, outputs: list[Leaf], placements: Sequence[Placement]) -> list[Leaf]:
+        """The outputs as this process's callers get them."""
+        return outputs
 
 
 def placed_states(

@@ -1,4 +1,4 @@
-"""Step 2 with several processes: each has a part of every array on its own devices."""
+"""Lanes that each have a device, of one process or of several: each has a part of every array."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,13 @@ from jax.sharding import Mesh, NamedSharding
 from .._base._errors import BatchAxisError, counted, error_listing
 from .._base._specs import Placement
 from .._base._trees import describe
-from .._base._types import AxisName, Leaf
+from .._base._types import Leaf
 from ._agreement import Passed, array_passed
 from ._arguments import Call
-from ._lanes import FixedMeshLayout, fits
+from ._lanes import OneShape, fits
+from ._layout import OnMesh
 from ._placement import Input, is_own
+from ._varying import FromDataflow, VaryingAxes
 
 
 def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
@@ -24,8 +26,24 @@ def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
     return [device for device in devices if device.process_index == mine]
 
 
-class _OwnLayout(FixedMeshLayout):
-    """The inputs of this process, laid out on its own devices."""
+class OnDevices(OneShape, OnMesh):
+    """Where a program runs: lanes that each have a device. In all else they are like the lanes of a `vmap`.
+
+    **Arguments:**
+
+    - `fun_name`: for messages.
+    - `mesh`: the mesh, of one axis.
+    """
+
+    def __init__(self, fun_name: str, mesh: Mesh) -> None:
+        super().__init__(fun_name, mesh, mesh.axis_names, check_vma=False)
+
+    def varying(self) -> VaryingAxes:
+        return FromDataflow(self.axis_names, is_known=True)
+
+
+class _OwnDevices(OnDevices):
+    """The devices of this process, with its own parts of the inputs."""
 
     def _moved(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         self.check_alive(arrays)
@@ -39,31 +57,31 @@ class _OwnLayout(FixedMeshLayout):
         return super()._moved(arrays)
 
 
-class LanesOfProcesses(FixedMeshLayout):
-    """A layout for lanes on the devices of several processes.
+class OnProcesses(OnDevices):
+    """Lanes on the devices of several processes.
 
-    Every process passes the lanes of its own devices, and whole what all lanes share.
+    Every process passes the lanes of its own devices, and whole what all lanes share. It gets its own parts.
 
     **Arguments:**
 
     - `own`: the part of the mesh that is this process's.
     """
 
-    def __init__(
-        self,
-        fun_name: str,
-        mesh: Mesh,
-        own: Mesh,
-        axis_names: Sequence[AxisName],
-        inputs: Sequence[Input],
-        donating: bool,
-    ) -> None:
-        super().__init__(fun_name, mesh, axis_names, inputs, donating)
-        self.own_layout = _OwnLayout(fun_name, own, axis_names, inputs, donating)
-        self.sizes = mesh.size, own.size
+    spread = True
+
+    def __init__(self, fun_name: str, mesh: Mesh, own: Mesh) -> None:
+        super().__init__(fun_name, mesh)
+        self.own = _OwnDevices(fun_name, own)
+        self.lanes = mesh.size, own.size
+        # The same objects every time, because a layout recognises shardings by identity.
+        self.own_targets: dict[Placement, NamedSharding] = {}
+
+    def expect(self, inputs: Sequence[Input], donating: bool) -> None:
+        super().expect(inputs, donating)
+        self.own.expect(inputs, donating)
 
     def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        ready, shown = self.own_layout.concrete(arrays)
+        ready, shown = self.own.concrete(arrays)
         # An array that is passed twice must stay one array.
         whole: dict[tuple[int, Placement], Any] = {}
         keys = [(id(x), leaf.placement) for x, leaf in zip(ready, self.inputs, strict=True)]
@@ -72,7 +90,7 @@ class LanesOfProcesses(FixedMeshLayout):
                 whole[key] = x if target is None else self._whole(x, key[1], target)
         return [whole[key] for key in keys], shown
 
-    def _passed_alike(self, arrays: Sequence[Leaf]) -> list[Passed]:
+    def passed_alike(self, arrays: Sequence[Leaf]) -> list[Passed]:
         return [
             array_passed(leaf.path, x)
             for leaf, x in zip(self.inputs, arrays, strict=True)
@@ -80,12 +98,12 @@ class LanesOfProcesses(FixedMeshLayout):
         ]
 
     def check_alive(self, arrays: Sequence[Leaf]) -> None:
-        self.own_layout.check_alive(arrays)
+        self.own.check_alive(arrays)
 
     def returned(
         self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:
-        return self.own_layout.returned(arrays, shown, forwarded)
+        return self.own.returned(arrays, shown, forwarded)
 
     def traced(self, arrays: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         raise BatchAxisError(
@@ -95,8 +113,8 @@ class LanesOfProcesses(FixedMeshLayout):
         )
 
     def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
-        parts = self.own_layout.abstract(arrays)
-        lanes, here = self.sizes
+        parts = self.own.abstract(arrays)
+        lanes, here = self.lanes
         return [
             x
             if target is None
@@ -106,35 +124,23 @@ class LanesOfProcesses(FixedMeshLayout):
             for x, leaf, target in zip(parts, self.inputs, self.targets, strict=True)
         ]
 
+    def count(self, arrays: Sequence[Leaf]) -> int:
+        return self.lanes[1]
+
+    def own_parts(self, outputs: list[Leaf], placements: Sequence[Placement]) -> list[Leaf]:
+        return [self._part(x, place) for x, place in zip(outputs, placements, strict=True)]
+
     def _whole(self, x: jax.Array, placement: Placement, target: NamedSharding) -> jax.Array:
-        lanes, here = self.sizes
+        lanes, here = self.lanes
         return _rewrapped(x, _resized(x.shape, placement, here, lanes), target)
-
-
-class OwnParts:
-    """What a program computes on the devices of several processes, as this one's callers have it.
-
-    **Arguments:**
-
-    - `mesh`, `own`: the mesh, and the part of it that is this process's.
-    """
-
-    def __init__(self, mesh: Mesh, own: Mesh) -> None:
-        self.sizes = mesh.size, own.size
-        self.own_mesh = own
-        # The same objects every time, because a layout recognises shardings by identity.
-        self.targets: dict[Placement, NamedSharding] = {}
-
-    def __call__(self, arrays: Sequence[Leaf], places: Sequence[Placement]) -> list[Leaf]:
-        return [self._part(x, placement) for x, placement in zip(arrays, places, strict=True)]
 
     def _part(self, x: Leaf, placement: Placement) -> Any:
         if not isinstance(x, jax.Array):
             return x
-        if placement not in self.targets:
-            self.targets[placement] = NamedSharding(self.own_mesh, placement.spec)
-        lanes, here = self.sizes
-        return _rewrapped(x, _resized(x.shape, placement, lanes, here), self.targets[placement])
+        if placement not in self.own_targets:
+            self.own_targets[placement] = NamedSharding(self.own.mesh, placement.spec)
+        lanes, here = self.lanes
+        return _rewrapped(x, _resized(x.shape, placement, lanes, here), self.own_targets[placement])
 
 
 def _resized(

@@ -23,10 +23,17 @@ from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Equation, tree_util
 from .._jax._dataflow import shard_map_equation, shard_map_recorded
-from ._agreement import Passed, static_passed, structure_passed
+from ._agreement import (
+    check_alike,
+    check_placements,
+    static_passed,
+    structure_passed,
+    traced_alike,
+)
 from ._arguments import Call, Statics, bad_argnums, tokens_at, unhashable
-from ._instances import Binding, Layout
+from ._instances import Layout
 from ._lanes import OtherShapes
+from ._layout import OnMesh
 from ._packing import Packing
 from ._per_shard import Instance
 from ._placement import Spared
@@ -79,13 +86,13 @@ class Program:
         packing = Packing(call)
         try:
             # 2. Resolve: a placement for each leaf.
-            inputs, self.binding, self.rules = rules.resolve(declared.name, packing.call)
+            inputs, self.layout, self.rules = rules.resolve(declared.name, packing.call)
         except errors.StatemeshError:
             # A missing argument is a better reason than one that follows from it, such as no lanes.
             _check_signature(declared, packing.call)
             raise
-        placed = packing.place(declared.name, inputs, self.binding.sizes, call)
-        self.layout = self.binding.layout(declared.name, placed, donate != "none")
+        placed = packing.place(declared.name, inputs, self.layout.sizes, call)
+        self.layout.expect(placed, donate != "none")
         self.positions = [x.position for x in placed]
         static_at = sorted(set(range(len(call.leaves))).difference(self.positions))
         self.statics = Statics(static_at, call.leaves)
@@ -107,10 +114,10 @@ class Program:
         self.call = call.without_arrays()
         packing.call = packing.call.without_arrays()
         self.instance = Instance(
-            declared, packing.call, template, inputs, self.rules, self.binding.sizes
+            declared, packing.call, template, inputs, self.rules, self.layout.sizes
         )
         # 3. Call the function on every shard, and 4. let what it wrote leave.
-        self.steps = _steps(declared, packing, self.binding, self.layout, self.instance)
+        self.steps = _steps(declared, packing, self.layout, self.instance)
 
         # What a later call is compared with.
         self.types = list(map(type, call.leaves))
@@ -132,7 +139,7 @@ class Program:
         # Whether other processes, if there are any, were found to pass the same.
         self.agreed = False
         # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
-        self.checked = not (declared.jit and self.binding.sizes)
+        self.checked = not (declared.jit and self.layout.sizes)
         self._refusals = 0
         self._calls_back: bool | None = None
 
@@ -155,7 +162,7 @@ class Program:
         kinds = [x.kind for x in self.layout.inputs]
         if (
             not compat.REFUSES_DELETED
-            or self.binding.outside is not None
+            or self.layout.spread
             or self.statics.positions
             or self.unhashable
             or not all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
@@ -202,8 +209,9 @@ class Program:
         result: Result
         if self.by_trees is None:
             outputs, back = result = self.runs(*ready)
-            outside = self.binding.outside
-            return result if outside is None else (outside(outputs, back.placements), back)
+            if self.layout.spread:
+                return self.layout.own_parts(outputs, back.placements), back
+            return result
         if ready is not arrays:
             # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
             trees, stop = [], 0
@@ -226,13 +234,18 @@ class Program:
         jaxpr is, no layer of ours goes into it.
         """
         if not (self.checked or recorded):
-            traced = self.layout.traced_alike(lambda: self.plain.trace(*inputs))
+            traced = self._traced_alike(lambda: self.plain.trace(*inputs))
             self._check(shard_map_equation(traced.jaxpr))
         run = self.steps if recorded or not self.declared.jit else self.plain
         outputs, back = run(*inputs)
         if not self.checked:
             self._check(shard_map_recorded(outputs))
         return outputs, back
+
+    def _traced_alike(self, trace: Callable[[], jax.stages.Traced]) -> jax.stages.Traced:
+        """What `trace` returns, if every process has traced the same program."""
+        mesh = self.layout.shared
+        return trace() if mesh is None else traced_alike(self.declared.name, mesh, trace)
 
     def traced(self, inputs: Sequence[Leaf]) -> jax.stages.Traced:
         """The trace for these inputs, which the call that follows finds."""
@@ -256,7 +269,7 @@ class Program:
         JAX remembers the trace, so that the call that follows does not trace again.
         """
         if not self.checked:
-            traced = self.layout.traced_alike(lambda: self.traced(inputs))
+            traced = self._traced_alike(lambda: self.traced(inputs))
             self._check(shard_map_equation(traced.jaxpr))
 
     def _check(self, equation: Equation | None) -> None:
@@ -315,14 +328,17 @@ class Program:
         return back.filled(outputs, shown)
 
     def agree(self, leaves: Sequence[Leaf]) -> None:
-        """Refuse what another process passes differently, where all of them have to pass the same."""
-
-        def passed() -> list[Passed]:
-            paths = self.call.paths()
-            statics = [static_passed(paths[i], leaves[i]) for i in self.statics.positions]
-            return [structure_passed(self.call.treedef, [*paths.values()]), *statics]
-
-        self.layout.agree(self.arrays(leaves), passed)
+        """Refuse, once, what another process passes differently, where all of them have to pass the same."""
+        name, layout = self.declared.name, self.layout
+        if not isinstance(layout, OnMesh) or layout.shared is None or self.agreed:
+            return
+        paths = self.call.paths()
+        passed = [structure_passed(self.call.treedef, [*paths.values()])]
+        passed += [static_passed(paths[i], leaves[i]) for i in self.statics.positions]
+        passed += layout.passed_alike(self.arrays(leaves))
+        check_alike(name, layout.shared, passed)
+        check_placements(name, layout.shared, layout.inputs)
+        self.agreed = True
 
     def fed_to_lanes(self, leaves: Sequence[Leaf]) -> frozenset[str]:
         """The paths of undeclared states that have an entry for each lane, are read, and written per lane.
@@ -333,7 +349,7 @@ class Program:
         traced = self.plain.trace(*self.layout.abstract(arrays))
         back: WriteBack = traced.out_info[1]
         read = jaxprs.inputs_read(traced.jaxpr)
-        lanes = self.binding.count(self.declared.name, self.layout, arrays)
+        lanes = self.layout.count(arrays)
         return frozenset(
             path
             for path, inputs in back.stacked
@@ -358,7 +374,7 @@ def _check_signature(declared: Declared, call: Call) -> None:
 
 
 def _steps(
-    declared: Declared, packing: Packing, binding: Binding, layout: Layout, instance: Instance
+    declared: Declared, packing: Packing, layout: Layout, instance: Instance
 ) -> Callable[..., Result]:
     """Steps 3 and 4 as a pure function over the inputs' arrays."""
 
@@ -370,11 +386,11 @@ def _steps(
         def run(*parts: Leaf) -> tuple[list[Leaf], Sequence[Placement]]:
             nonlocal back
             unpacked = packing.split(parts)
-            outputs, back = instance(unpacked, binding.varying())
+            outputs, back = instance(unpacked, layout.varying())
             outputs, back = packing.join(unpacked, outputs, back)
             return outputs, back.placements
 
-        outputs = binding.call(run, declared.name, layout, arrays)
+        outputs = layout.call(run, arrays)
         assert back is not None
         return outputs, back
 
@@ -621,8 +637,7 @@ class Compiled(Stage):
         ready, shown = layout.concrete(inputs)
         outputs, back = self.program(*self._spared(ready))
         self._spared.keep(outputs)
-        if mapped.binding.outside is not None:
-            outputs = mapped.binding.outside(outputs, back.placements)
+        outputs = layout.own_parts(outputs, back.placements)
         return mapped.write_back(inputs, shown, outputs, back)
 
 

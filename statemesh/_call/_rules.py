@@ -14,7 +14,7 @@ from .._base._trees import describe
 from .._base._types import Axes, AxisName, Fun, KeyPath, Leaf, PyTree
 from .._state._state import State
 from ._arguments import Call
-from ._instances import Binding
+from ._instances import Layout
 from ._origins import Entered
 from ._placement import Input, RankMismatch
 
@@ -147,8 +147,8 @@ class Rules(abc.ABC):
         """The rules of the same calls on one device."""
 
     @abc.abstractmethod
-    def resolve(self, name: str, call: Call) -> tuple[list[Input], Binding, "Rules"]:
-        """A record of each input, what binds the axis names, and the rules by which results leave."""
+    def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "Rules"]:
+        """A record of each input, where the program runs, and the rules by which results leave."""
 
     @abc.abstractmethod
     def entries(self, result: PyTree, root: str) -> list[Leaf]:

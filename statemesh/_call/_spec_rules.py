@@ -39,7 +39,8 @@ from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._state import State
 from ._arguments import Call
-from ._instances import Binding, OnMesh
+from ._instances import Layout
+from ._layout import OnMesh
 from ._mesh import (
     by_fields,
     check_specs,
@@ -192,7 +193,7 @@ class SpecRules(Rules):
             mesh = mesh_of_arrays(mesh, leaves)
         return mesh
 
-    def resolve(self, name: str, call: Call) -> tuple[list[Input], Binding, "SpecRules"]:
+    def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "SpecRules"]:
         mesh, names = self.mesh, self.names
         assert mesh is not None
         if not names:
@@ -203,7 +204,7 @@ class SpecRules(Rules):
         self.check_specs(mesh, names)
         inputs = self._inputs(name, call)
         check_specs([(f"the spec of {x.path}", x.placement.spec) for x in inputs], mesh, names)
-        return inputs, OnMesh(mesh, names, self.check_vma, self.one_device), self
+        return inputs, OnMesh(name, mesh, names, self.check_vma), self
 
     def _inputs(self, name: str, call: Call) -> list[Input]:
         """A record of each leaf that becomes an input."""
