@@ -23,11 +23,10 @@ from .._base._types import UNNAMED, UNNAMED_DEVICES, AxisName, AxisTree, Filter,
 from .._jax import _explicit as explicit
 from .._state._filters import to_predicate
 from .._state._state import State
-from ._arguments import Call, Unit
+from ._arguments import Call, Input, Unit
 from ._instances import Carrier, Layout
 from ._lanes import AxesOfMap, choose_axes, fits, is_size
 from ._origins import Entered, values
-from ._placement import Input
 from ._processes import check_global_shapes
 from ._rules import Diverged, Mistakes, Rules, roots
 from ._specs import UNDECLARED, broadcast_axes

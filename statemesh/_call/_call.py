@@ -22,9 +22,9 @@ from .._base._types import Leaf, PyTree
 from .._jax import _compat as compat
 from .._jax import _frames as frames
 from .._jax._compat import tree_util
-from ._arguments import Call, arity
+from ._arguments import Call, arity, check_valued, is_deleted
 from ._lanes import OtherShapes
-from ._placement import check_valued, is_deleted, place_traced
+from ._layout import place_traced
 from ._program import (
     MAKE_HASHABLE,
     LikeBefore,
@@ -365,13 +365,8 @@ class Pipeline:
             paths = call.paths()
             raise place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
         program = self._program(call)
-        arrays = program.arrays(leaves)
-        ready, shown = program.layout.concrete(arrays)
-        if program.layout.spread:
-            ready = shown
-        moved = [k for k, x in enumerate(arrays) if shown[k] is not x]
-        ready = program.layout.returned(arrays, ready, moved)
-        for position, x in zip(program.positions, ready, strict=True):
+        placed = program.layout.placed(program.arrays(leaves))
+        for position, x in zip(program.positions, placed, strict=True):
             leaves[position] = x
         return call.treedef.unflatten(leaves)[0]
 

@@ -15,8 +15,8 @@ from .._jax import _compat as compat
 from .._state._filters import first_matches
 from .._state._state import states_of
 from .._state._values import strong
+from ._arguments import Input, deleted, is_deleted
 from ._layout import Run
-from ._placement import Input, deleted, is_deleted
 from ._specs import UNDECLARED, not_an_axis
 from ._varying import FromTypes, VaryingAxes
 
@@ -215,6 +215,10 @@ class OnLanes(OneShape):
         for k in weak:
             ready[k] = strong(arrays[k])
         return ready, ready
+
+    def placed(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
+        """Arrays as the program takes them."""
+        return self.concrete(arrays)[0]
 
     def to_move(self, arrays: Sequence[Leaf]) -> list[int]:
         """The inputs that a call lays out anew: lanes have no layout."""

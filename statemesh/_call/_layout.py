@@ -1,7 +1,9 @@
 """Step 2 at every call: a program's inputs laid out as it takes them, and trees laid out before a call."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from operator import is_, methodcaller
 from typing import Any, ClassVar, TypeAlias
 
@@ -11,34 +13,24 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._base import _errors as errors
 from .._base._checks import is_shaped
-from .._base._specs import Placement
-from .._base._trees import is_packed, is_state, is_state_or_packed, path_str
-from .._base._types import NUMBERS, AnyMesh, AxisName, Leaf, PyTree, SpecTree, StateSpecs
+from .._base._errors import SpecError, counted, error_listing, mesh_str, quoted, spec_str
+from .._base._specs import Placement, canonical, only, spec_axes
+from .._base._trees import describe, is_packed, is_state, is_state_or_packed, path_str
+from .._base._types import NUMBERS, AnyMesh, Axes, AxisName, Leaf, PyTree, SpecTree, StateSpecs
 from .._jax import _compat as compat
+from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._jax._frames import without_own_frames
 from .._state._values import strong
 from ._agreement import (
     Passed,
     check_same_arrays,
+    is_own,
     static_passed,
 )
+from ._arguments import Input, check_valued, deleted
+from ._memory import MADE, apart, copied, memory
 from ._mesh import check_mesh, check_specs, manual_names
-from ._placement import (
-    MADE,
-    Input,
-    apart,
-    check_concrete,
-    check_shapes,
-    copied,
-    deleted,
-    is_laid_out,
-    is_own,
-    lies_right,
-    memory,
-    onto,
-    traced_onto,
-)
 from ._specs import (
     UNDECLARED,
     OfStates,
@@ -295,6 +287,12 @@ class OnMesh:
                 results[k] = self._put(apart(x, target), k)
         return results
 
+    def placed(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
+        """Arrays as the program takes them, in memory of their own where they had to be moved."""
+        ready, shown = self.concrete(arrays)
+        moved = [k for k, x in enumerate(arrays) if shown[k] is not x]
+        return self.returned(arrays, ready, moved)
+
     def _put(self, x: Leaf, k: int) -> jax.Array:
         return onto(strong(x) if self.inputs[k].strong else x, self.targets[k])
 
@@ -370,6 +368,173 @@ class OnMesh:
         return outputs
 
 
+@dataclasses.dataclass(frozen=True)
+class RankMismatch:
+    """An array with fewer axes than its spec has entries."""
+
+    path: str
+    value: Any
+    spec: PartitionSpec
+
+
+def check_shapes(
+    what: str,
+    named: Sequence[tuple[str, Leaf]],
+    placements: Sequence[Placement],
+    mesh: Mesh | AbstractMesh,
+) -> None:
+    """Refuse arrays whose rank or sizes do not fit their specs.
+
+    **Arguments:**
+
+    - `what`: what they were given to, for the error.
+    - `named`: the arrays, each with its path.
+
+    **Raises:** `SpecError` listing every such array with the arithmetic.
+    """
+    items: list[str] = []
+    for (path, x), wanted in zip(named, placements, strict=True):
+        if wanted.axes:
+            items += _misfits(path, x, wanted, mesh)
+    if items:
+        raise error_listing(
+            SpecError,
+            f"{what}: arrays do not fit their specs on {mesh_str(mesh)}",
+            items,
+            "Pad the array, choose another spec, or write P() to replicate it.",
+        )
+
+
+def _misfits(path: str, x: Leaf, placement: Placement, mesh: Mesh | AbstractMesh) -> Iterator[str]:
+    """What does not fit of an array: its rank, or the sizes of axes."""
+    shape, spec, per_shard = np.shape(x), placement.written, placement.axis is not None
+    if len(placement.axes) > len(shape):
+        yield (
+            f"{path}: {describe(x)} with spec {spec_str(spec)} (PerShard) is a scalar; it needs a leading "
+            "axis with one entry per shard"
+            if per_shard
+            else rank_item(RankMismatch(path, x, spec))
+        )
+        return
+    for dim, names in enumerate(placement.axes):
+        sizes = [mesh.shape[name] for name in names if name in mesh.shape]
+        parts, size = math.prod(sizes), shape[dim]
+        if size == parts if placement.axis == dim else size % parts == 0:
+            continue
+        shown = f"{path}: {describe(x)} with spec {spec_str(spec)}"
+        product = " * ".join(map(str, sizes)) + (f" = {parts}" if len(sizes) > 1 else "")
+        if per_shard:
+            yield (
+                f"{shown} (PerShard): axis {dim} has size {size}, but needs one entry per shard, {product}"
+            )
+        else:
+            yield (
+                f"{shown}: axis {dim} has size {size}, not divisible by {quoted(names)} of size {product} "
+                f"({size} % {parts} = {size % parts})"
+            )
+
+
+def rank_item(mismatch: RankMismatch) -> str:
+    entries = counted(len(mismatch.spec.partitions), "entry", "entries")
+    return (
+        f"{mismatch.path}: {describe(mismatch.value)} has rank {np.ndim(mismatch.value)}, but its spec "
+        f"{spec_str(mismatch.spec)} has {entries}"
+    )
+
+
+def is_laid_out(x: jax.Array, target: NamedSharding, names: Axes) -> bool:
+    """Whether `x` lies on the mesh of `target` as its spec says, with however many entries either is spelled.
+
+    JAX's results on Explicit axes have a spec with an entry for each axis of the array. On mesh axes that are
+    not in `names` an array may lie as it likes.
+    """
+    here = x.sharding
+    if here == target:
+        return True
+    if not isinstance(here, NamedSharding) or here.mesh != target.mesh:
+        return False
+    if here.memory_kind != target.memory_kind:
+        return False
+    return bool(only(here.spec, names) == canonical(target.spec))
+
+
+def lies_right(x: jax.Array, target: NamedSharding, names: Axes) -> bool:
+    """Whether `x` need not be moved.
+
+    On axes that the call does not map over an array may lie as it likes; on Explicit axes its type
+    has to agree too.
+    """
+    if is_laid_out(x, target, names):
+        return True
+    mesh = target.mesh
+    if names < frozenset(mesh.axis_names):
+        return False
+    if explicit.has_explicit_axes(mesh) or explicit.is_explicitly_typed(x):
+        return False
+    return x.sharding.is_equivalent_to(target, x.ndim)
+
+
+def traced_onto(x: Leaf, target: NamedSharding, names: frozenset[AxisName]) -> Any:
+    """A traced value laid out, where the mesh's axes are Explicit and its type says otherwise.
+
+    On Auto axes there is nothing to do: the compiler lays it out. On those that the call does not map over
+    it stays as it lies.
+    """
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        return x
+    typed = explicit.is_explicitly_typed(x)
+    if not explicit.has_explicit_axes(target.mesh):
+        return explicit.off_explicit_axes(x, target.mesh) if typed else x
+    typed_target = explicit.explicit_part(target)
+    if typed:
+        here = jax.typeof(x).sharding.spec
+        if only(here, names) == only(typed_target.spec, names):
+            return x
+        typed_target = typed_target.update(
+            spec=_combined(typed_target.spec, only(here, frozenset(target.mesh.axis_names) - names))
+        )
+    elif typed_target.spec == PartitionSpec():
+        return x
+    return jax.sharding.reshard(x, typed_target)
+
+
+def _combined(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
+    """A spec that splits each axis as one does, and its parts as another does."""
+    pairs = zip_longest(spec_axes(spec), spec_axes(other), fillvalue=())
+    return canonical(spec.update(partitions=tuple(a + b for a, b in pairs)))
+
+
+def onto(x: Leaf, target: NamedSharding) -> jax.Array:
+    """`x` on the mesh of `target`, whose devices may be those of several processes.
+
+    Every process has the same `x` then.
+    """
+    if not (target.mesh.is_multi_process and is_own(x)):
+        return jax.device_put(x, target)
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(x)))
+    indices = target.addressable_devices_indices_map(x.shape)
+    parts = jax.device_put([x[index] for index in indices.values()], [*indices])
+    return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
+
+
+def check_concrete(what: str, named: Sequence[tuple[str, Any]]) -> None:
+    """Refuse arrays that cannot be moved: traced ones, those given up, and shapes without values."""
+    if traced := [path for path, x in named if compat.is_tracer(x)]:
+        raise place_traced(what, traced)
+    check_valued(what, named)
+
+
+def place_traced(name: str, paths: Sequence[str]) -> TypeError:
+    return error_listing(
+        TypeError,
+        f"{name}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed",
+        paths,
+        "Place them before, outside the traced function. Inside it, a mapped call lays out its "
+        "arguments itself.",
+    )
+
+
 def placed_states(
     tree: PyTree, root: str, state_specs: StateSpecs
 ) -> list[tuple[str, PyTree, list[SpecPlacement] | None]]:
@@ -392,7 +557,7 @@ def placed_states(
 def shardings(
     what: str,
     named: Sequence[tuple[str, Leaf]],
-    placements: Sequence[SpecPlacement],
+    placements: Sequence[Placement],
     mesh: AnyMesh,
 ) -> list[NamedSharding]:
     """The sharding on a mesh of each array of a tree.
@@ -453,9 +618,7 @@ def place(
     nodes = tree_util.tree_leaves(tree, is_leaf=is_state_or_packed)
     packed = {id(buffer) for node in nodes if is_packed(node) for buffer in node.buffers}
     leaves: list[Leaf] = []
-    named: list[tuple[str, Leaf]] = []
-    positions: list[int] = []
-    placements: list[SpecPlacement] = []
+    inputs: list[Input] = []
     of_states = OfStates()
     units = placed_states(tree, "tree", state_specs)
     for (path, node, of_state), spec in zip(
@@ -467,22 +630,21 @@ def place(
         elif is_shaped(node):
             of_states.array("specs", spec)
             of_state = [] if id(node) in packed else [placement(spec)]
-        placed = of_state or []
-        placements += placed
-        positions += range(len(leaves), len(leaves) + len(placed))
+        # Whatever is placed loses a weak type, as what is in States does.
+        inputs += [
+            Input(k, path, wanted, "specs", type(x), stateful=True, in_module=False)
+            for (k, x), wanted in zip(enumerate(arrays, len(leaves)), of_state or (), strict=False)
+        ]
         leaves += arrays
-        named += [(path, x) for x in arrays[: len(placed)]]
     if bad := of_states.bad():
         raise specs_of_states("place", "specs", "state_specs", bad)
-    targets = shardings("place", named, placements, mesh)
+    named = [(x.path, leaves[x.position]) for x in inputs]
+    targets = shardings("place", named, [x.placement for x in inputs], mesh)
     check_concrete("place", named)
-    check_same_arrays("place", mesh, named)
-    for i, (_, x), target in zip(positions, named, targets, strict=True):
-        if not isinstance(x, jax.Array):
-            leaves[i] = onto(apart(x, target), target)
-            continue
-        leaves[i] = strong(x)
-        if not is_laid_out(x, target, frozenset(names)):
-            same = x.sharding.is_equivalent_to(target, x.ndim)
-            leaves[i] = onto(leaves[i] if same else apart(leaves[i], target), target)
+    layout = OnMesh("place", mesh, names)
+    layout.expect(inputs, donating=False)
+    placed = layout.placed([x for _, x in named])
+    for source, x, target in zip(inputs, placed, targets, strict=True):
+        # A call takes any name of a layout, such as P("x") for P() where "x" has one device.
+        leaves[source.position] = x if is_laid_out(x, target, frozenset(names)) else onto(x, target)
     return tree_util.tree_structure(tree).unflatten(leaves)

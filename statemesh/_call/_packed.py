@@ -35,9 +35,9 @@ from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._state import ParamState, State
 from ._agreement import check_same_arrays
-from ._layout import placed_states, shardings
+from ._arguments import check_valued
+from ._layout import placed_states, shardings, traced_onto
 from ._mesh import check_mesh, check_specs, manual_names, mesh_for_traced
-from ._placement import check_valued, traced_onto
 from ._specs import SpecPlacement
 
 

@@ -9,9 +9,8 @@ from .._base._specs import Placement
 from .._base._trees import is_packed, is_state, is_state_or_packed
 from .._base._types import Leaf, PyTree
 from .._jax._compat import tree_util
-from ._arguments import Call
+from ._arguments import Call, Input
 from ._packed import Contents, Form, Group, Packed, shapes_of, with_models
-from ._placement import Input
 from ._specs import SpecPlacement
 from ._write_back import Forwarded, Output, WriteBack
 

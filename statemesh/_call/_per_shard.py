@@ -30,9 +30,9 @@ from .._jax._compat import tree_util
 from .._jax._dataflow import sources
 from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
-from ._arguments import Call, Unit, inside_modules
+from ._arguments import Call, Input, Unit, inside_modules
+from ._layout import RankMismatch
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
-from ._placement import Input, RankMismatch
 from ._rules import Declared, Diverged, Mistakes, Rules, Varying
 from ._varying import VaryingAxes
 from ._write_back import Forwarded, Merged, Output, Static, WriteBack

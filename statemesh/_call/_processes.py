@@ -12,11 +12,10 @@ from .._base._errors import BatchAxisError, counted, error_listing
 from .._base._specs import Placement
 from .._base._trees import describe
 from .._base._types import Leaf
-from ._agreement import Passed, array_passed
-from ._arguments import Call
+from ._agreement import Passed, array_passed, is_own
+from ._arguments import Call, Input
 from ._lanes import OneShape, fits
 from ._layout import OnMesh
-from ._placement import Input, is_own
 from ._varying import FromDataflow, VaryingAxes
 
 
@@ -104,6 +103,9 @@ class OnProcesses(OnDevices):
         self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:
         return self.own.returned(arrays, shown, forwarded)
+
+    def placed(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
+        return self.own.placed(arrays)
 
     def traced(self, arrays: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         raise BatchAxisError(

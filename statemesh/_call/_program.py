@@ -34,9 +34,9 @@ from ._arguments import Call, Statics, bad_argnums, tokens_at, unhashable
 from ._instances import Layout
 from ._lanes import OtherShapes
 from ._layout import OnMesh
+from ._memory import Spared
 from ._packing import Packing
 from ._per_shard import Instance
-from ._placement import Spared
 from ._rules import Declared, Rules
 from ._write_back import WriteBack
 

@@ -13,10 +13,10 @@ from .._base._specs import Placement
 from .._base._trees import describe
 from .._base._types import Axes, AxisName, Fun, KeyPath, Leaf, PyTree
 from .._state._state import State
-from ._arguments import Call
+from ._arguments import Call, Input
 from ._instances import Layout
+from ._layout import RankMismatch
 from ._origins import Entered
-from ._placement import Input, RankMismatch
 
 
 @dataclasses.dataclass(frozen=True)

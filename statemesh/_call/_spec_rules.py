@@ -38,9 +38,9 @@ from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._state import State
-from ._arguments import Call
+from ._arguments import Call, Input
 from ._instances import Layout
-from ._layout import OnMesh
+from ._layout import OnMesh, rank_item
 from ._mesh import (
     by_fields,
     check_specs,
@@ -53,7 +53,6 @@ from ._mesh import (
     resolve_mesh,
 )
 from ._origins import Entered, values
-from ._placement import Input, rank_item
 from ._rules import Diverged, Mistakes, Rules, roots
 from ._specs import (
     REPLICATED,
