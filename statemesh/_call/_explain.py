@@ -38,7 +38,7 @@ from .._jax._frames import without_own_frames
 from .._state._state import states_of
 from ._arguments import Call, Unit
 from ._call import Pipeline, watching
-from ._packing import Packing
+from ._packing import packing_of
 from ._program import Program
 from ._write_back import Output, WriteBack
 
@@ -242,9 +242,13 @@ class _Rows:
         self.name = program.declared.name
         self.sizes = program.layout.sizes
         self.mesh = program.layout.mesh
-        self.packing = Packing(call)
+        packing = packing_of(call)
+        self.call = call if packing is None else packing.unpacked(call)
         self.inputs = {x.position: x for x in program.instance.inputs}
-        self.packed = {at.position for at in self.packing.origins if at.group is not None}
+        # For each leaf of the unpacked arguments the leaf of the arguments that it is, or is in.
+        origins = [] if packing is None else packing.origins
+        self.sources = [at.position for at in origins] or range(len(call.leaves))
+        self.packed = {at.position for at in origins if at.group is not None}
         self.forwarded = {program.positions[number] for number in back.forwarded}
         self.merged = {path: (policy, axes) for path, policy, axes in back.merged}
         # For each output the paths of the written states that it belongs to. One buffer holds many.
@@ -264,18 +268,18 @@ class _Rows:
     def leaves(self) -> list[tuple[LeafRow, int]]:
         numbers = {position: k for k, position in enumerate(self.program.positions)}
         return [
-            (self._leaf(unit, k, position), numbers[self.packing.positions[position]])
-            for unit in self.packing.call.flat_units()
+            (self._leaf(unit, k, position), numbers[self.sources[position]])
+            for unit in self.call.flat_units()
             for k, position in enumerate(unit.positions)
             if position in self.inputs
         ]
 
     def _leaf(self, unit: Unit, k: int, position: int) -> LeafRow:
-        leaf = self.packing.call.leaves[position]
+        leaf = self.call.leaves[position]
         placement = self.inputs[position].placement
         shape, dtype = np.shape(leaf), _dtype(leaf)
         shard_shape, held = self._part(shape, dtype, placement)
-        source = self.packing.positions[position]
+        source = self.sources[position]
         hosted = isinstance(leaf, np.ndarray | np.generic)
         kind = "NumPy array" if hosted else "array" if unit.shaped else "number"
         return LeafRow(
@@ -338,7 +342,7 @@ class _Rows:
         return text
 
     def results(self, outputs: Sequence[Leaf]) -> list[ResultRow]:
-        arguments = {unit.path for unit in self.packing.call.states()}
+        arguments = {unit.path for unit in self.call.states()}
         rows = []
         for keys, node in jax.tree_util.tree_flatten_with_path(self.back.result, is_state)[0]:
             for source in tree_util.tree_leaves(node):

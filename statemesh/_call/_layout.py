@@ -16,7 +16,17 @@ from .._base._checks import is_shaped
 from .._base._errors import SpecError, counted, error_listing, mesh_str, quoted, spec_str
 from .._base._specs import Placement, canonical, only, spec_axes
 from .._base._trees import describe, is_packed, is_state, is_state_or_packed, path_str
-from .._base._types import NUMBERS, AnyMesh, Axes, AxisName, Leaf, PyTree, SpecTree, StateSpecs
+from .._base._types import (
+    NUMBERS,
+    AnyMesh,
+    Axes,
+    AxisName,
+    Leaf,
+    PyTree,
+    Sharding,
+    SpecTree,
+    StateSpecs,
+)
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
@@ -29,7 +39,7 @@ from ._agreement import (
     static_passed,
 )
 from ._arguments import Input, check_valued, deleted
-from ._memory import MADE, apart, copied, memory
+from ._memory import MADE, copied, memory
 from ._mesh import check_mesh, check_specs, manual_names
 from ._specs import (
     UNDECLARED,
@@ -516,6 +526,28 @@ def onto(x: Leaf, target: NamedSharding) -> jax.Array:
     indices = target.addressable_devices_indices_map(x.shape)
     parts = jax.device_put([x[index] for index in indices.values()], [*indices])
     return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
+
+
+def apart(x: Leaf, target: Sharding) -> Any:
+    """`x`, or a copy if JAX would lay it out as `target` in the memory that `x` already has.
+
+    `jax.device_put` takes a part that lies on one of the devices for the part to be put there, and on the
+    host's own device the memory of a NumPy array.
+    """
+    if isinstance(x, jax.Array):
+        if compat.is_tracer(x) or not _may_share(x, target):
+            return x
+        return copied(x)
+    devices: set[Any] = target.device_set
+    if isinstance(x, np.ndarray) and any(device.platform == "cpu" for device in devices):
+        return np.array(x)
+    return x
+
+
+def _may_share(x: jax.Array, target: Sharding) -> bool:
+    if x.sharding.device_set.isdisjoint(target.device_set):
+        return False
+    return x.sharding.shard_shape(x.shape) == target.shard_shape(x.shape)
 
 
 def check_concrete(what: str, named: Sequence[tuple[str, Any]]) -> None:

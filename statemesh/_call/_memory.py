@@ -7,37 +7,13 @@ from operator import call, is_, itemgetter
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 
-from .._base._types import Leaf, Sharding
-from .._jax import _compat as compat
+from .._base._types import Leaf
 
 
 def copied(x: jax.Array) -> jax.Array:
     """`x` in memory of its own, on the devices where it lies."""
     return jax.device_put(x, x.sharding, may_alias=False)
-
-
-def apart(x: Leaf, target: Sharding) -> Any:
-    """`x`, or a copy if JAX would lay it out as `target` in the memory that `x` already has.
-
-    `jax.device_put` takes a part that lies on one of the devices for the part to be put there, and on the
-    host's own device the memory of a NumPy array.
-    """
-    if isinstance(x, jax.Array):
-        if compat.is_tracer(x) or not _may_share(x, target):
-            return x
-        return copied(x)
-    devices: set[Any] = target.device_set
-    if isinstance(x, np.ndarray) and any(device.platform == "cpu" for device in devices):
-        return np.array(x)
-    return x
-
-
-def _may_share(x: jax.Array, target: Sharding) -> bool:
-    if x.sharding.device_set.isdisjoint(target.device_set):
-        return False
-    return x.sharding.shard_shape(x.shape) == target.shard_shape(x.shape)
 
 
 Refs: TypeAlias = Sequence[Callable[[], Any]]

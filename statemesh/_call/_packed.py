@@ -23,7 +23,7 @@ from .._base._errors import (
 from .._base._trees import (
     PackedNode,
     describe,
-    is_packed,
+    has_packed,
     is_state,
     is_state_or_packed,
     path_str,
@@ -438,7 +438,7 @@ class _States(Mapping[str, State]):
 
 def with_models(tree: PyTree, arrays_of: Callable[[Group, Leaf], list[Leaf]]) -> PyTree:
     """A tree with every `Packed` replaced by its model, whose arrays `arrays_of` makes of each buffer."""
-    if not any(map(is_packed, tree_util.tree_leaves(tree, is_leaf=is_state_or_packed))):
+    if not has_packed(tree):
         return tree
     model = lambda node: node._model(arrays_of) if isinstance(node, Packed) else node
     return tree_util.tree_map(model, tree, is_leaf=is_state_or_packed)
@@ -539,7 +539,7 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
         ```
     """
     check_mesh("pack", mesh)
-    if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
+    if has_packed(model):
         raise errors.invalid_argument("pack", "model", model)
     units = [
         (path, node, placements if _is_packable(node) else None)

@@ -1,18 +1,24 @@
 """Translates a call with packed arguments to a call with their models, and back."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from .._base._errors import SpecError, error_listing, sizes_str, spec_str
 from .._base._specs import Placement
-from .._base._trees import is_packed, is_state, is_state_or_packed
+from .._base._trees import has_packed, is_packed, is_state, is_state_or_packed
 from .._base._types import Leaf, PyTree
 from .._jax._compat import tree_util
 from ._arguments import Call, Input
 from ._packed import Contents, Form, Group, Packed, shapes_of, with_models
+from ._per_shard import Instance
 from ._specs import SpecPlacement
+from ._varying import VaryingAxes
 from ._write_back import Forwarded, Output, WriteBack
+
+
+RunInstance: TypeAlias = Callable[[Sequence[Leaf], VaryingAxes], tuple[list[Leaf], WriteBack]]
+"""Runs one instance on its parts of the inputs; returns its outputs and how the result is put together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,9 +31,7 @@ class _At:
 
 
 class Packing:
-    """A call's arguments with each `Packed` replaced by its model.
-
-    Where nothing is packed, unpacked inputs are the inputs.
+    """A call's arguments with each `Packed` replaced by its model. Calls without any have no `Packing`.
 
     **Arguments:**
 
@@ -35,39 +39,32 @@ class Packing:
 
     **Attributes:**
 
-    - `call`: the arguments unpacked. In the place of an array in a buffer stands its shape.
-    - `positions`: for each of these leaves the leaf of the arguments that it is, or is in.
-    - `origins`: for each of them what it is, if anything is packed.
+    - `origins`: for each leaf of the unpacked arguments what it is.
     - `forms`: of what is packed.
     - `placements`: that of each unpacked input, once the inputs are placed.
-    - `sources`: what each unpacked input is, if anything is packed.
+    - `sources`: what each unpacked input is.
     - `numbers`: the number of the input that each unpacked input is, or is in.
     """
 
     def __init__(self, call: Call) -> None:
-        self.call = call
-        self.origins: list[_At] = []
-        self.positions: Sequence[int] = range(len(call.leaves))
         nodes = tree_util.tree_leaves((call.args, call.kwargs), is_leaf=is_state_or_packed)
         self.forms = list(dict.fromkeys(n._form for n in nodes if is_packed(n)))
-        if self.forms:
-            marked = call.treedef.unflatten(map(_At, range(len(call.leaves))))
-            self.origins = tree_util.tree_leaves(with_models(marked, _marks))
-            self.positions = [at.position for at in self.origins]
-            self.call = Call(call.fun, *with_models((call.args, call.kwargs), shapes_of))
+        marked = call.treedef.unflatten(map(_At, range(len(call.leaves))))
+        self.origins: list[_At] = tree_util.tree_leaves(with_models(marked, _marks))
+
+    def unpacked(self, call: Call) -> Call:
+        """The arguments unpacked. In the place of an array in a buffer stands its shape."""
+        return Call(call.fun, *with_models((call.args, call.kwargs), shapes_of))
 
     def place(
         self, name: str, unpacked: Sequence[Input], sizes: Mapping[Any, int], call: Call
-    ) -> Sequence[Input]:
+    ) -> list[Input]:
         """A record of each input of the call: of a buffer in place of its arrays.
 
         **Raises:** `SpecError` for what was packed for other sizes of the mesh, or for other placements.
         """
         self.placements = [x.placement for x in unpacked]
-        self.sources = [self.origins[x.position] for x in unpacked if self.forms]
-        self.numbers = list(range(len(unpacked)))
-        if not self.forms:
-            return [*unpacked]
+        self.sources = [self.origins[x.position] for x in unpacked]
         for form in self.forms:
             packed = dict(form.contents.sizes)
             used = {axis for group in form.part.groups for axis in group.names}
@@ -108,10 +105,21 @@ class Packing:
         self.numbers = [numbers[at.position] for at in self.sources]
         return inputs
 
-    def split(self, parts: Sequence[Leaf]) -> Sequence[Leaf]:
+    def around(self, instance: Instance) -> RunInstance:
+        """An instance that takes parts of buffers, and returns models packed again.
+
+        A model is packed again if it has the structure of a packed argument.
+        """
+
+        def run(parts: Sequence[Leaf], varying: VaryingAxes) -> tuple[list[Leaf], WriteBack]:
+            unpacked = self._split(parts)
+            joining = _Joining(self, unpacked, *instance(unpacked, varying))
+            return joining.outputs, joining.back
+
+        return run
+
+    def _split(self, parts: Sequence[Leaf]) -> Sequence[Leaf]:
         """The part of each unpacked input, from an instance's parts of the inputs."""
-        if not self.forms:
-            return parts
         split: dict[int, list[Leaf]] = {}
         unpacked: list[Leaf] = []
         for at, number in zip(self.sources, self.numbers, strict=True):
@@ -120,28 +128,10 @@ class Packing:
             unpacked.append(parts[number] if at.group is None else split[number][at.slot])
         return unpacked
 
-    def join(
-        self, unpacked: Sequence[Leaf], outputs: list[Leaf], back: WriteBack
-    ) -> tuple[list[Leaf], WriteBack]:
-        """The outputs, with models packed again that have the structure of a packed argument.
 
-        **Arguments:**
-
-        - `unpacked`: the parts of the unpacked inputs.
-        - `outputs`, `back`: what the function's result became.
-        """
-        if not self.forms:
-            return outputs, back
-        joining = _Joining(self, unpacked, outputs, back)
-        result = joining.tree(back.result)
-        return joining.outputs, WriteBack(
-            result,
-            joining.placements,
-            list(dict.fromkeys(self.numbers[k] for k in back.rewritten)),
-            joining.written,
-            [(path, tuple(self.numbers[k] for k in ks)) for path, ks in back.stacked],
-            back.merged,
-        )
+def packing_of(call: Call) -> Packing | None:
+    """The packing of a call, if anything is packed."""
+    return Packing(call) if has_packed((call.args, call.kwargs)) else None
 
 
 def _marks(group: Group, at: _At) -> list[_At]:
@@ -177,6 +167,16 @@ class _Joining:
         self.outputs: list[Leaf] = []
         self.placements: list[Placement] = []
         self.written: list[tuple[int, str]] = []
+        result = self.tree(back.result)
+        numbers = packing.numbers
+        self.back = WriteBack(
+            result,
+            self.placements,
+            list(dict.fromkeys(numbers[k] for k in back.rewritten)),
+            self.written,
+            [(path, tuple(numbers[k] for k in ks)) for path, ks in back.stacked],
+            back.merged,
+        )
 
     def tree(self, result: PyTree) -> Any:
         def joined(node: PyTree) -> Any:

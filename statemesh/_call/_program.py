@@ -35,7 +35,7 @@ from ._instances import Layout
 from ._lanes import OtherShapes
 from ._layout import OnMesh
 from ._memory import Spared
-from ._packing import Packing
+from ._packing import RunInstance, packing_of
 from ._per_shard import Instance
 from ._rules import Declared, Rules
 from ._write_back import WriteBack
@@ -82,42 +82,49 @@ class Program:
         count, donate = call.positional, declared.donate
         if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
             raise bad_argnums("donate_argnums", bad, count)
-        # 1. Partition: the arguments as the function sees them. Their own leaves are in `call`.
-        packing = Packing(call)
+        # 1. Partition: the arguments as the function sees them, with models in place of what is packed.
+        packing = packing_of(call)
+        seen = call if packing is None else packing.unpacked(call)
         try:
             # 2. Resolve: a placement for each leaf.
-            inputs, self.layout, self.rules = rules.resolve(declared.name, packing.call)
+            inputs, self.layout, self.rules = rules.resolve(declared.name, seen)
         except errors.StatemeshError:
             # A missing argument is a better reason than one that follows from it, such as no lanes.
-            _check_signature(declared, packing.call)
+            _check_signature(declared, seen)
             raise
-        placed = packing.place(declared.name, inputs, self.layout.sizes, call)
+        placed, numbers = [*inputs], list(range(len(inputs)))
+        if packing is not None:
+            placed = packing.place(declared.name, inputs, self.layout.sizes, call)
+            numbers = packing.numbers
         self.layout.expect(placed, donate != "none")
         self.positions = [x.position for x in placed]
         static_at = sorted(set(range(len(call.leaves))).difference(self.positions))
         self.statics = Statics(static_at, call.leaves)
         # Nothing can tell whether a later call has the same of these, so no call runs this program again.
-        self.unhashable = unhashable(packing.call)
+        self.unhashable = unhashable(seen)
         self.tokens = self.tokens_of(call.leaves)
         in_models = {
             position
-            for units in packing.call.units
+            for units in seen.units
             if any(unit.kind is not None for unit in units)
             for unit in units
             for position in unit.positions
         }
-        template = list(packing.call.leaves)
-        for k, (x, number) in enumerate(zip(inputs, packing.numbers, strict=True)):
+        template = list(seen.leaves)
+        for k, (x, number) in enumerate(zip(inputs, numbers, strict=True)):
             template[x.position] = None
             is_output = traced and not (x.position in in_models or self.rules.stays(x))
             inputs[k] = dataclasses.replace(x, fresh=is_output or number in self.layout.fresh)
         self.call = call.without_arrays()
-        packing.call = packing.call.without_arrays()
-        self.instance = Instance(
-            declared, packing.call, template, inputs, self.rules, self.layout.sizes
-        )
+        seen = seen.without_arrays()
+        self.instance = Instance(declared, seen, template, inputs, self.rules, self.layout.sizes)
         # 3. Call the function on every shard, and 4. let what it wrote leave.
-        self.steps = _steps(declared, packing, self.layout, self.instance)
+        self.steps = _steps(
+            declared,
+            seen,
+            self.layout,
+            self.instance if packing is None else packing.around(self.instance),
+        )
 
         # What a later call is compared with.
         self.types = list(map(type, call.leaves))
@@ -374,20 +381,18 @@ def _check_signature(declared: Declared, call: Call) -> None:
 
 
 def _steps(
-    declared: Declared, packing: Packing, layout: Layout, instance: Instance
+    declared: Declared, call: Call, layout: Layout, instance: RunInstance
 ) -> Callable[..., Result]:
     """Steps 3 and 4 as a pure function over the inputs' arrays."""
 
     def steps(*arrays: Leaf) -> Result:
         layout.check(arrays)
-        _check_signature(declared, packing.call)
+        _check_signature(declared, call)
         back: WriteBack | None = None
 
         def run(*parts: Leaf) -> tuple[list[Leaf], Sequence[Placement]]:
             nonlocal back
-            unpacked = packing.split(parts)
-            outputs, back = instance(unpacked, layout.varying())
-            outputs, back = packing.join(unpacked, outputs, back)
+            outputs, back = instance(parts, layout.varying())
             return outputs, back.placements
 
         outputs = layout.call(run, arrays)
