@@ -287,6 +287,19 @@ class Call:
         """The path of each leaf, by position."""
         return {p: unit.path for unit in self.flat_units() for p in unit.positions}
 
+    def check_valued(self, name: str, *, shapes: bool = False) -> None:
+        """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up.
+
+        **Arguments:**
+
+        - `name`: what the arguments are for.
+        - `shapes`: whether shapes will do.
+        """
+        bare = () if shapes else jax.ShapeDtypeStruct
+        if bad := [k for k, x in enumerate(self.leaves) if isinstance(x, bare) or is_deleted(x)]:
+            paths = self.paths()
+            check_valued(name, [(paths[k], self.leaves[k]) for k in bad])
+
     def states(self) -> list[Unit]:
         return [unit for unit in self.flat_units() if unit.kind is not None]
 
@@ -474,6 +487,13 @@ def check_valued(what: str, named: Sequence[tuple[str, Any]]) -> None:
         )
     if gone := [path for path, x in named if is_deleted(x)]:
         raise deleted(what, gone)
+
+
+def check_alive(name: str, inputs: Sequence[Input], arrays: Sequence[Leaf]) -> None:
+    """Refuse inputs whose memory was given up."""
+    pairs = zip(inputs, arrays, strict=True)
+    if gone := [source.path for source, x in pairs if is_deleted(x)]:
+        raise deleted(name, gone)
 
 
 def is_deleted(x: Leaf) -> bool:

@@ -9,11 +9,12 @@ import contextvars
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+from jax.sharding import AbstractMesh
 
 from .._base import _errors as errors
 from .._base._checks import is_shaped
@@ -22,7 +23,7 @@ from .._base._types import Leaf, PyTree
 from .._jax import _compat as compat
 from .._jax import _frames as frames
 from .._jax._compat import tree_util
-from ._arguments import Call, arity, check_valued, is_deleted
+from ._arguments import Call, arity
 from ._lanes import OtherShapes
 from ._layout import place_traced
 from ._program import (
@@ -82,28 +83,6 @@ _set_mesh = jax.sharding.get_mesh
 _trace = compat.current_trace
 
 
-@dataclasses.dataclass(frozen=True)
-class Inspected:
-    """A call that was traced and not run.
-
-    **Attributes:**
-
-    - `call`: its arguments.
-    - `program`: the program that it would run.
-    - `traced`: its trace.
-    - `moved`: the inputs that it would lay out anew before it runs.
-    - `rivals`: the programs of calls that differ from it only in static leaves.
-    - `around`: makes the context in which it would be compiled.
-    """
-
-    call: Call
-    program: Program
-    traced: jax.stages.Traced
-    moved: Sequence[int]
-    rivals: Sequence[Program]
-    around: Callable[[], AbstractContextManager[Any]]
-
-
 class Pipeline:
     """A mapped call: what was declared, and the programs that were compiled for it."""
 
@@ -132,7 +111,7 @@ class Pipeline:
             except Refused:
                 self._quick = None
             except (RuntimeError, ValueError):
-                quick.layout.check_alive(_flatten((args, kwargs))[0])
+                quick.check_alive(_flatten((args, kwargs))[0])
                 raise
             else:
                 inputs = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
@@ -156,7 +135,7 @@ class Pipeline:
         )
         if program is None or is_new:
             call = Call(self.declared.fun, args, kwargs, (leaves, treedef))
-            self._check_valued(call)
+            call.check_valued(self.declared.name)
             at_once = _trace(()) is compat.TOP_LEVEL or compat.runs_at_once()
             traced = not at_once or any(map(compat.is_tracer, leaves))
             program = self._program(call, traced)
@@ -190,7 +169,7 @@ class Pipeline:
             return self.call(args, kwargs)
         except (RuntimeError, ValueError):
             # Looking for them before the run would cost more than all of the checks above.
-            program.layout.check_alive(arrays)
+            program.check_alive(arrays)
             raise
 
         # 5. Write back.
@@ -291,12 +270,6 @@ class Pipeline:
         mesh = program.layout.mesh if self._other_mesh else None
         return nullcontext() if mesh is None else compat.in_mesh(mesh, traced)
 
-    def _check_valued(self, call: Call) -> None:
-        """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up."""
-        if any(isinstance(x, jax.ShapeDtypeStruct) or is_deleted(x) for x in call.leaves):
-            paths = call.paths()
-            check_valued(self.declared.name, [(paths[k], x) for k, x in enumerate(call.leaves)])
-
     def _warn_and_agree(self, program: Program, call: Call) -> None:
         """Say, once for each path, why every call is traced: what is recorded is traced once anyway.
 
@@ -327,29 +300,32 @@ class Pipeline:
         inputs = program.layout.abstract(program.arrays(call.leaves))
         return Lowered(program.lowered(inputs), program, call.treedef, complete)
 
-    def inspect(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Inspected:
-        """The call of these arguments, traced as the call itself would trace it.
+    def inspect(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[Call, Program, list[Program], jax.stages.Traced, jax.stages.Compiled | None]:
+        """A call that is traced and compiled and not run. The call that follows finds both.
 
-        What it would compile is kept: the call that follows finds it.
+        **Returns:** the call, its program, the programs of calls that differ from it only in static leaves,
+        its trace, and what was compiled: nothing where no devices are known, or where the call runs without
+        compiling.
         """
         call = Call(self.declared.fun, args, kwargs)
-        if gone := [k for k, x in enumerate(call.leaves) if is_deleted(x)]:
-            paths = call.paths()
-            check_valued(self.declared.name, [(paths[k], call.leaves[k]) for k in gone])
+        call.check_valued(self.declared.name, shapes=True)
         shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves)
         has_devices = not shapes and self.declared.rules.has_devices(call.leaves)
         pipeline = self if has_devices else self._of_shapes
         program = pipeline._program(call)
-        arrays = program.arrays(call.leaves)
-        inputs = program.layout.abstract(arrays)
-        around = functools.partial(pipeline._around, program)
-        with around():
+        inputs = program.layout.abstract(program.arrays(call.leaves))
+        compiled = None
+        with pipeline._around(program):
             program.check(inputs)
             traced = program.traced(inputs)
+            if self.declared.jit and not isinstance(program.layout.mesh, AbstractMesh):
+                compiled = traced.lower().compile()
         pipeline._remember(program)
         alike = [*pipeline._programs.get(program.key, {}).values()]
         rivals = [other for other in alike if other is not program]
-        return Inspected(call, program, traced, program.layout.to_move(arrays), rivals, around)
+        return call, program, rivals, traced, compiled
 
     @functools.cached_property
     def _of_shapes(self) -> "Pipeline":
@@ -360,7 +336,7 @@ class Pipeline:
         """The arguments, laid out as the call wants them."""
         call = Call(self.declared.fun, args, kwargs)
         leaves = [*call.leaves]
-        self._check_valued(call)
+        call.check_valued(self.declared.name)
         if traced := [k for k, x in enumerate(leaves) if compat.is_tracer(x)]:
             paths = call.paths()
             raise place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])

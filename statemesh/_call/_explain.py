@@ -141,16 +141,11 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
 
 def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     """The explanation of one call of a mapping."""
-    inspected = pipeline.inspect(args, kwargs)
-    program, traced = inspected.program, inspected.traced
-    declared = program.declared
-    moved = [program.positions[k] for k in inspected.moved]
+    call, program, rivals, traced, compiled = pipeline.inspect(args, kwargs)
+    declared, layout = program.declared, program.layout
+    moved = [program.positions[k] for k in layout.to_move(program.arrays(call.leaves))]
     outputs, back = traced.out_info
-    record = record_of(program, inspected.call, outputs, back, moved)
-    compiled = None
-    if declared.jit and not isinstance(record.mesh, AbstractMesh):
-        with inspected.around():
-            compiled = traced.lower().compile()
+    record = record_of(program, call, outputs, back, moved)
     donated = any(info.donated for info in jax.tree.leaves(traced.args_info))
     return explanation_of(
         name=declared.name,
@@ -159,11 +154,11 @@ def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, An
         results=record.results,
         jaxpr=traced.jaxpr,
         compiled=compiled,
-        arguments=[x.path for x in program.layout.inputs],
+        arguments=[x.path for x in layout.inputs],
         outputs=record.outputs,
         calls=[record.mapped],
         donates_in_vain=declared.donate != "none" and not donated,
-        changing_statics=_changing_statics(program, inspected.rivals),
+        changing_statics=_changing_statics(program, rivals),
     )
 
 

@@ -15,7 +15,7 @@ from .._jax import _compat as compat
 from .._state._filters import first_matches
 from .._state._state import states_of
 from .._state._values import strong
-from ._arguments import Input, deleted, is_deleted
+from ._arguments import Input
 from ._layout import Run
 from ._specs import UNDECLARED, not_an_axis
 from ._varying import FromTypes, VaryingAxes
@@ -198,12 +198,6 @@ class OnLanes(OneShape):
         """Refuse other shapes. Axes and sizes are checked where lanes are counted."""
         if self.fixed:
             super().check(arrays)
-
-    def check_alive(self, arrays: Sequence[Leaf]) -> None:
-        """Refuse arrays whose buffers were given up."""
-        gone = [source.path for source, x in zip(self.inputs, arrays, strict=True) if is_deleted(x)]
-        if gone:
-            raise deleted(self.fun_name, gone)
 
     def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""

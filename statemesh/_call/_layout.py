@@ -38,7 +38,7 @@ from ._agreement import (
     is_own,
     static_passed,
 )
-from ._arguments import Input, check_valued, deleted
+from ._arguments import Input, check_alive, check_valued
 from ._memory import MADE, copied, memory
 from ._mesh import check_mesh, check_specs, manual_names
 from ._specs import (
@@ -161,18 +161,13 @@ class OnMesh:
                 return arrays, arrays
         return self._moved(arrays)
 
-    def check_alive(self, arrays: Sequence[Leaf]) -> None:
-        """Refuse arrays whose buffers were given up."""
-        if gone := [k for k in self.on_device if arrays[k].is_deleted()]:
-            raise deleted(self.fun_name, [self.inputs[k].path for k in gone])
-
     def _weak(self, arrays: Sequence[Leaf]) -> list[int]:
         """The weakly typed inputs that enter strong, so that no program depends on where others lie."""
         # Arrays of keys have no attribute `weak_type`.
         return [k for k in self.strong_at if getattr(arrays[k], "weak_type", False)]
 
     def _moved(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        self.check_alive(arrays)
+        check_alive(self.fun_name, self.inputs, arrays)
         if self.shared is not None:
             arrays = self._as_one_array(self.shared, arrays)
         ready, shown = list(arrays), list(arrays)

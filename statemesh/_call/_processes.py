@@ -13,7 +13,7 @@ from .._base._specs import Placement
 from .._base._trees import describe
 from .._base._types import Leaf
 from ._agreement import Passed, array_passed, is_own
-from ._arguments import Call, Input
+from ._arguments import Call, Input, check_alive
 from ._lanes import OneShape, fits
 from ._layout import OnMesh
 from ._varying import FromDataflow, VaryingAxes
@@ -45,7 +45,7 @@ class _OwnDevices(OnDevices):
     """The devices of this process, with its own parts of the inputs."""
 
     def _moved(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        self.check_alive(arrays)
+        check_alive(self.fun_name, self.inputs, arrays)
         whole = [k for k in self.on_device if not arrays[k].is_fully_addressable]
         if whole:
             arrays = list(arrays)
@@ -95,9 +95,6 @@ class OnProcesses(OnDevices):
             for leaf, x in zip(self.inputs, arrays, strict=True)
             if leaf.placement.axis is None and hasattr(x, "dtype") and is_own(x)
         ]
-
-    def check_alive(self, arrays: Sequence[Leaf]) -> None:
-        self.own.check_alive(arrays)
 
     def returned(
         self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]

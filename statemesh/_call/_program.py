@@ -30,7 +30,7 @@ from ._agreement import (
     structure_passed,
     traced_alike,
 )
-from ._arguments import Call, Statics, bad_argnums, tokens_at, unhashable
+from ._arguments import Call, Statics, bad_argnums, check_alive, tokens_at, unhashable
 from ._instances import Layout
 from ._lanes import OtherShapes
 from ._layout import OnMesh
@@ -190,6 +190,10 @@ class Program:
         """The inputs among all leaves of a call."""
         return [leaves[i] for i in self.positions]
 
+    def check_alive(self, arrays: Sequence[Leaf]) -> None:
+        """Refuse inputs whose memory was given up."""
+        check_alive(self.declared.name, self.layout.inputs, arrays)
+
     def tokens_of(self, leaves: Sequence[Leaf]) -> tuple[Hashable, ...] | None:
         """What tells programs of one key apart: the static leaves, and shapes where the rules say so.
 
@@ -265,10 +269,10 @@ class Program:
 
     def lowered(self, inputs: Sequence[Leaf]) -> jax.stages.Lowered:
         """What `inputs` are lowered to, checked once."""
+        traced: jax.stages.Traced = self.jitted.trace(*inputs)
         if not self.checked:
-            self._check(shard_map_equation(self.jitted.trace(*inputs).jaxpr))
-        lowered: jax.stages.Lowered = self.jitted.lower(*inputs)
-        return lowered
+            self._check(shard_map_equation(traced.jaxpr))
+        return traced.lower()
 
     def check(self, inputs: Sequence[Leaf]) -> None:
         """Refuse, once, gradients that the traced function sums a second time, or not at all.
@@ -444,10 +448,6 @@ class Donating:
     def trace(self, *arrays: Leaf) -> jax.stages.Traced:
         compiled, _ = self._for(arrays)
         return compiled.trace(*arrays)
-
-    def lower(self, *arrays: Leaf) -> jax.stages.Lowered:
-        compiled, _ = self._for(arrays)
-        return compiled.lower(*arrays)
 
     def _for(self, arrays: Sequence[Leaf]) -> tuple[Any, Spared]:
         steps, shapes = self.steps, _shapes(arrays)
