@@ -39,7 +39,7 @@ from ._agreement import (
     static_passed,
 )
 from ._arguments import Input, check_alive, check_valued
-from ._memory import MADE, copied, memory
+from ._memory import UNSHARED, copied, memory
 from ._mesh import check_mesh, check_specs, manual_names
 from ._specs import (
     UNDECLARED,
@@ -212,7 +212,7 @@ class OnMesh:
         if self.donating:
             new = [k for k in misplaced if k not in renamed]
             self._spare([arrays[k] for k in new if k not in self.hosted], ready, misplaced)
-            MADE.add([ready[k] for k in new])
+            UNSHARED.add([ready[k] for k in new])
         return ready, shown
 
     def _as_one_array(self, mesh: Mesh, arrays: Sequence[Leaf]) -> Sequence[Leaf]:

@@ -19,8 +19,8 @@ def copied(x: jax.Array) -> jax.Array:
 Refs: TypeAlias = Sequence[Callable[[], Any]]
 
 
-class Made:
-    """The arrays that programs have made, each with the serial number of its run. No two share memory.
+class Unshared:
+    """Arrays of which no two share memory: those that programs have made, each with the number of its run.
 
     They are known as long as somebody else holds them. Other threads may add some meanwhile: what is lost
     then is taken for an array that no program made, whose memory is looked up.
@@ -57,7 +57,7 @@ class Made:
         return [numbers.get(id(x), 0) for x in arrays]
 
 
-MADE = Made()
+UNSHARED = Unshared()
 
 
 class Spared:
@@ -99,9 +99,9 @@ class Spared:
         shared = {k for k, parts in lies.items() if any(times[part] > 1 for part in parts)}
         if shared:
             return [copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)]
-        each = zip(self.compared, compared, MADE.numbers(compared), strict=True)
+        each = zip(self.compared, compared, UNSHARED.numbers(compared), strict=True)
         left = [weakref.ref(x) for k, x, n in each if not n and k not in self.donated]
-        self._apart = left, MADE.number
+        self._apart = left, UNSHARED.number
         return arrays
 
     def _fed_back(self, compared: Sequence[Leaf]) -> bool:
@@ -126,7 +126,7 @@ class Spared:
         """
         if len(set(map(id, compared))) < len(compared):
             return False
-        numbers = MADE.numbers(compared)
+        numbers = UNSHARED.numbers(compared)
         others = [x for x, n in zip(compared, numbers, strict=True) if not n]
         left, before = self._apart
         if others and (
@@ -146,7 +146,7 @@ class Spared:
     def keep(self, outputs: Sequence[Leaf]) -> None:
         """Remember what the program has made."""
         if self.compared:
-            self._last_run = MADE.add(outputs)
+            self._last_run = UNSHARED.add(outputs)
 
 
 def memory(x: Leaf) -> frozenset[tuple[Any, int]]:

@@ -41,52 +41,53 @@ class OnDevices(OneShape, OnMesh):
         return FromDataflow(self.axis_names, is_known=True)
 
 
-class _OwnDevices(OnDevices):
-    """The devices of this process, with its own parts of the inputs."""
+class _LocalDevices(OnDevices):
+    """The devices of this process, with its parts of the inputs."""
 
     def _moved(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         check_alive(self.fun_name, self.inputs, arrays)
-        whole = [k for k in self.on_device if not arrays[k].is_fully_addressable]
-        if whole:
-            arrays = list(arrays)
-            for k in whole:
-                # All processes hold the same value, as a `shard_map` returns it.
-                if arrays[k].is_fully_replicated:
-                    arrays[k] = _rewrapped(arrays[k], arrays[k].shape, self.targets[k])
+        arrays = list(arrays)
+        for k in self.on_device:
+            x = arrays[k]
+            # All processes hold the same value, as a `shard_map` returns it.
+            if not x.is_fully_addressable and x.is_fully_replicated:
+                arrays[k] = _rewrapped(x, x.shape, self.targets[k])
         return super()._moved(arrays)
 
 
 class OnProcesses(OnDevices):
     """Lanes on the devices of several processes.
 
-    Every process passes the lanes of its own devices, and whole what all lanes share. It gets its own parts.
+    Every process passes the lanes of its devices, and whole what all lanes share. It gets its own parts.
 
     **Arguments:**
 
-    - `own`: the part of the mesh that is this process's.
+    - `fun_name`, `mesh`: for all processes.
+    - `local_mesh`: the part of the mesh that is this process's.
     """
 
     spread = True
 
-    def __init__(self, fun_name: str, mesh: Mesh, own: Mesh) -> None:
+    def __init__(self, fun_name: str, mesh: Mesh, local_mesh: Mesh) -> None:
         super().__init__(fun_name, mesh)
-        self.own = _OwnDevices(fun_name, own)
-        self.lanes = mesh.size, own.size
+        self.local = _LocalDevices(fun_name, local_mesh)
         # The same objects every time, because a layout recognises shardings by identity.
-        self.own_targets: dict[Placement, NamedSharding] = {}
+        self.local_targets: dict[Placement, NamedSharding] = {}
 
     def expect(self, inputs: Sequence[Input], donating: bool) -> None:
         super().expect(inputs, donating)
-        self.own.expect(inputs, donating)
+        self.local.expect(inputs, donating)
 
     def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        ready, shown = self.own.concrete(arrays)
+        ready, shown = self.local.concrete(arrays)
         # An array that is passed twice must stay one array.
         whole: dict[tuple[int, Placement], Any] = {}
         keys = [(id(x), leaf.placement) for x, leaf in zip(ready, self.inputs, strict=True)]
         for key, x, target in zip(keys, ready, self.targets, strict=True):
             if key not in whole:
-                whole[key] = x if target is None else self._whole(x, key[1], target)
+                whole[key] = x
+                if target is not None:
+                    whole[key] = _rewrapped(x, self._whole_shape(x, key[1]), target)
         return [whole[key] for key in keys], shown
 
     def passed_alike(self, arrays: Sequence[Leaf]) -> list[Passed]:
@@ -99,10 +100,10 @@ class OnProcesses(OnDevices):
     def returned(
         self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:
-        return self.own.returned(arrays, shown, forwarded)
+        return self.local.returned(arrays, shown, forwarded)
 
     def placed(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
-        return self.own.placed(arrays)
+        return self.local.placed(arrays)
 
     def traced(self, arrays: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         raise BatchAxisError(
@@ -112,34 +113,30 @@ class OnProcesses(OnDevices):
         )
 
     def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
-        parts = self.own.abstract(arrays)
-        lanes, here = self.lanes
-        return [
-            x
-            if target is None
-            else jax.ShapeDtypeStruct(
-                _resized(x.shape, leaf.placement, here, lanes), x.dtype, sharding=target
-            )
-            for x, leaf, target in zip(parts, self.inputs, self.targets, strict=True)
-        ]
+        parts = self.local.abstract(arrays)
+        for k, (leaf, target) in enumerate(zip(self.inputs, self.targets, strict=True)):
+            if target is not None:
+                shape = self._whole_shape(parts[k], leaf.placement)
+                parts[k] = jax.ShapeDtypeStruct(shape, parts[k].dtype, sharding=target)
+        return parts
 
     def count(self, arrays: Sequence[Leaf]) -> int:
-        return self.lanes[1]
+        return self.local.mesh.size
 
     def own_parts(self, outputs: list[Leaf], placements: Sequence[Placement]) -> list[Leaf]:
-        return [self._part(x, place) for x, place in zip(outputs, placements, strict=True)]
+        parts = list(outputs)
+        for k, (x, placement) in enumerate(zip(outputs, placements, strict=True)):
+            if isinstance(x, jax.Array):
+                if placement not in self.local_targets:
+                    sharding = NamedSharding(self.local.mesh, placement.spec)
+                    self.local_targets[placement] = sharding
+                shape = _resized(x.shape, placement, self.mesh.size, self.local.mesh.size)
+                parts[k] = _rewrapped(x, shape, self.local_targets[placement])
+        return parts
 
-    def _whole(self, x: jax.Array, placement: Placement, target: NamedSharding) -> jax.Array:
-        lanes, here = self.lanes
-        return _rewrapped(x, _resized(x.shape, placement, here, lanes), target)
-
-    def _part(self, x: Leaf, placement: Placement) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        if placement not in self.own_targets:
-            self.own_targets[placement] = NamedSharding(self.own.mesh, placement.spec)
-        lanes, here = self.lanes
-        return _rewrapped(x, _resized(x.shape, placement, lanes, here), self.own_targets[placement])
+    def _whole_shape(self, x: Leaf, placement: Placement) -> tuple[int, ...]:
+        """The shape of the array of all processes, of which `x` is this one's part."""
+        return _resized(x.shape, placement, self.local.mesh.size, self.mesh.size)
 
 
 def _resized(
