@@ -169,7 +169,11 @@ class OnMesh:
     def _moved(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         check_alive(self.fun_name, self.inputs, arrays)
         if self.shared is not None:
-            arrays = self._as_one_array(self.shared, arrays)
+            # One array on the mesh will stand for those that each process has for itself.
+            at = sorted([*self.hosted, *self.on_device])
+            check_same_arrays(
+                self.fun_name, self.shared, [(self.inputs[k].path, arrays[k]) for k in at]
+            )
         ready, shown = list(arrays), list(arrays)
         for k in self._weak(arrays):
             ready[k] = shown[k] = strong(arrays[k])
@@ -204,7 +208,10 @@ class OnMesh:
             # The owner of a NumPy array may write to it while the program still reads it.
             if k in self.hosted or (self.donating and k not in renamed):
                 sources[i] = apart(sources[i], target)
-        moved = jax.device_put(sources, targets)
+        if self.shared is None:
+            moved = jax.device_put(sources, targets)
+        else:
+            moved = [onto(x, target) for x, target in zip(sources, targets, strict=True)]
         for k, x in zip(misplaced, moved, strict=True):
             ready[k] = x
             if k not in kept:
@@ -214,21 +221,6 @@ class OnMesh:
             self._spare([arrays[k] for k in new if k not in self.hosted], ready, misplaced)
             UNSHARED.add([ready[k] for k in new])
         return ready, shown
-
-    def _as_one_array(self, mesh: Mesh, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
-        """The inputs, where one array on the mesh stands for those that each process has for itself."""
-        at = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(arrays[k])]
-        if not at:
-            return arrays
-        check_same_arrays(self.fun_name, mesh, [(self.inputs[k].path, arrays[k]) for k in at])
-        self.check(arrays)
-        arrays = list(arrays)
-        for k in at:
-            x, target = arrays[k], self.targets[k]
-            if self.inputs[k].strong and k not in self.hosted:
-                x = strong(x)
-            arrays[k] = onto(apart(x, target) if self.donating else x, target)
-        return arrays
 
     def to_move(self, arrays: Sequence[Leaf]) -> list[int]:
         """The inputs that a call lays out anew before it runs; of mere shapes nothing is known."""

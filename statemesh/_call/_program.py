@@ -244,19 +244,13 @@ class Program:
         Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed. Where a
         jaxpr is, no layer of ours goes into it.
         """
-        if not (self.checked or recorded):
-            traced = self._traced_alike(lambda: self.plain.trace(*inputs))
-            self._check(shard_map_equation(traced.jaxpr))
+        if not recorded:
+            self.check(lambda: self.plain.trace(*inputs))
         run = self.steps if recorded or not self.declared.jit else self.plain
         outputs, back = run(*inputs)
         if not self.checked:
             self._check(shard_map_recorded(outputs))
         return outputs, back
-
-    def _traced_alike(self, trace: Callable[[], jax.stages.Traced]) -> jax.stages.Traced:
-        """What `trace` returns, if every process has traced the same program."""
-        mesh = self.layout.shared
-        return trace() if mesh is None else traced_alike(self.declared.name, mesh, trace)
 
     def traced(self, inputs: Sequence[Leaf]) -> jax.stages.Traced:
         """The trace for these inputs, which the call that follows finds."""
@@ -274,13 +268,15 @@ class Program:
             self._check(shard_map_equation(traced.jaxpr))
         return traced.lower()
 
-    def check(self, inputs: Sequence[Leaf]) -> None:
+    def check(self, trace: Callable[[], jax.stages.Traced]) -> None:
         """Refuse, once, gradients that the traced function sums a second time, or not at all.
 
-        JAX remembers the trace, so that the call that follows does not trace again.
+        And what another process traced differently. `trace` gives the trace; JAX remembers it, so that the
+        call that follows does not trace again.
         """
         if not self.checked:
-            traced = self._traced_alike(lambda: self.traced(inputs))
+            mesh, name = self.layout.shared, self.declared.name
+            traced = trace() if mesh is None else traced_alike(name, mesh, trace)
             self._check(shard_map_equation(traced.jaxpr))
 
     def _check(self, equation: Equation | None) -> None:

@@ -240,7 +240,7 @@ class Declared:
     donate: Any = "none"
     jit: bool = True
 
-    def check(self) -> None:
-        """Refuse at construction whatever no call could make right."""
+    def __post_init__(self) -> None:
+        """Refuse whatever no call could make right."""
         check_function(self.transform, self.fun)
         self.rules.check()
