@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from .._base._checks import check_function, is_shaped
 from .._base._errors import axes_argument, spec_str
 from .._base._specs import PerShard, Placement
-from .._base._trees import fun_name, is_state, path_str
+from .._base._trees import fun_name, has_packed, is_state, path_str
 from .._base._types import AxisName, Fun, Leaf, PyTree
 from .._explain._compiled import explanation_of
 from .._explain._explanation import NO_AXIS, OWN_SPEC, Explanation, LeafRow, ResultRow
@@ -37,7 +37,7 @@ from .._jax._frames import without_own_frames
 from .._state._state import states_of
 from ._arguments import Call, Unit
 from ._call import Pipeline, watching
-from ._packing import packing_of
+from ._packing import Packing
 from ._program import Program
 from ._write_back import Output, WriteBack
 
@@ -206,7 +206,7 @@ class CallRecord:
         self.mesh = program.layout.mesh
         self.sizes = dict(program.layout.sizes)
         self._program, self._back, self._moved = program, back, frozenset(moved)
-        packing = packing_of(call)
+        packing = Packing(call) if has_packed((call.args, call.kwargs)) else None
         # For each leaf of the unpacked arguments the leaf of the arguments that it is, or is in.
         origins = [] if packing is None else packing.origins
         sources = [at.position for at in origins] or range(len(call.leaves))

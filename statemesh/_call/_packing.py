@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from .._base._errors import SpecError, error_listing, sizes_str, spec_str
 from .._base._specs import Placement
-from .._base._trees import has_packed, is_packed, is_state, is_state_or_packed
+from .._base._trees import is_packed, is_state, is_state_or_packed
 from .._base._types import Leaf, PyTree
 from .._jax._compat import tree_util
 from ._arguments import Call, Input
@@ -127,11 +127,6 @@ class Packing:
                 split[number] = at.group.split(parts[number])
             unpacked.append(parts[number] if at.group is None else split[number][at.slot])
         return unpacked
-
-
-def packing_of(call: Call) -> Packing | None:
-    """The packing of a call, if anything is packed."""
-    return Packing(call) if has_packed((call.args, call.kwargs)) else None
 
 
 def _marks(group: Group, at: _At) -> list[_At]:

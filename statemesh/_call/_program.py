@@ -17,6 +17,7 @@ from .._axes._differing import check_gradients
 from .._base import _errors as errors
 from .._base._errors import error_listing, shortened
 from .._base._specs import Placement
+from .._base._trees import has_packed
 from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef, Sharding
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
@@ -35,7 +36,7 @@ from ._instances import Layout
 from ._lanes import OtherShapes
 from ._layout import OnMesh
 from ._memory import Spared
-from ._packing import RunInstance, packing_of
+from ._packing import Packing, RunInstance
 from ._per_shard import Instance
 from ._rules import Declared, Rules
 from ._write_back import WriteBack
@@ -83,7 +84,7 @@ class Program:
         if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
             raise bad_argnums("donate_argnums", bad, count)
         # 1. Partition: the arguments as the function sees them, with models in place of what is packed.
-        packing = packing_of(call)
+        packing = Packing(call) if has_packed((call.args, call.kwargs)) else None
         seen = call if packing is None else packing.unpacked(call)
         try:
             # 2. Resolve: a placement for each leaf.
