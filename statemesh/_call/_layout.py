@@ -1,4 +1,4 @@
-"""Step 2 at every call: a program's inputs laid out as it takes them, and trees laid out before a call."""
+"""Where a program runs: the devices of a mesh, on which its inputs are laid out. And trees laid out before."""
 
 import dataclasses
 import math
