@@ -78,10 +78,6 @@ class AxisRules(Rules):
     what = "in_axes"
 
     @property
-    def entries_in(self) -> Any:
-        return self.in_axes
-
-    @property
     def names(self) -> tuple[AxisName, ...]:
         return (self.axis_name,)
 

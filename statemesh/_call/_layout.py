@@ -1,4 +1,4 @@
-"""Where a program runs: the devices of a mesh, on which its inputs are laid out. And trees laid out before."""
+"""Where a program runs: on the devices of a mesh, on which its inputs are laid out. And `place`."""
 
 import dataclasses
 import math

@@ -109,10 +109,6 @@ class Group:
                 "positions. Change shapes in the model, and pack the model anew."
             )
 
-    def join(self, parts: Sequence[Leaf]) -> PyTree:
-        """A shard's part of the buffer, made of its parts of the arrays."""
-        return written_end_to_end(parts)
-
     def array(self, buffer: Leaf, number: int) -> PyTree:
         """One whole array, taken out of the buffer."""
         slot = self.slots[number]
@@ -144,7 +140,9 @@ class Group:
             ]
             # Each shard joins its own parts: JAX does not split or merge dimensions over Explicit axes.
             out_specs = self.placement.spec
-            join = jax.shard_map(self.join, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
+            join = jax.shard_map(
+                written_end_to_end, mesh=mesh, in_specs=(specs,), out_specs=out_specs
+            )
             return join(laid_out)
         if mesh is not None:
             arrays = [np.asarray(x) for x in jax.device_get(list(arrays))]

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
+from .._axes._joined import written_end_to_end
 from .._base._errors import SpecError, error_listing, sizes_str, spec_str
 from .._base._specs import Placement
 from .._base._trees import is_packed, is_state, is_state_or_packed
@@ -146,39 +148,52 @@ def _of_buffer(group: Group, placement: Placement) -> Placement:
     return group.placement if group.names or isinstance(placement, SpecPlacement) else placement
 
 
+# An array of an instance, its placement, and the paths of the written states that it belongs to.
+Leaving: TypeAlias = tuple[Any, Placement, Sequence[str]]
+
+
 class _Joining:
-    """The outputs of one instance, with models joined into buffers."""
+    """The outputs of one instance, with models joined into buffers.
+
+    **Attributes:**
+
+    - `outputs`, `back`: the outputs, and how the result is put together.
+    """
 
     def __init__(
         self, packing: Packing, unpacked: Sequence[Leaf], outputs: list[Leaf], back: WriteBack
     ) -> None:
-        self.packing = packing
-        self.inputs = list(zip(unpacked, packing.placements, strict=True))
-        self.unjoined = list(zip(outputs, back.placements, strict=True))
-        # The paths of the written states that each output belongs to.
-        self.paths: list[list[str]] = [[] for _ in outputs]
+        paths: list[list[str]] = [[] for _ in outputs]
         for index, path in back.written:
-            self.paths[index].append(path)
-        self.outputs: list[Leaf] = []
-        self.placements: list[Placement] = []
-        self.written: list[tuple[int, str]] = []
-        result = self.tree(back.result)
+            paths[index].append(path)
+        self.packing = packing
+        self.inputs: list[Leaving] = [
+            (x, placement, ()) for x, placement in zip(unpacked, packing.placements, strict=True)
+        ]
+        self.unjoined: list[Leaving] = list(zip(outputs, back.placements, paths, strict=True))
+        self.joined: list[Leaving] = []
+        result = tree_util.tree_map(
+            self._node, back.result, is_leaf=lambda node: self._form(node) is not None
+        )
         numbers = packing.numbers
+        self.outputs = [x for x, *_ in self.joined]
         self.back = WriteBack(
             result,
-            self.placements,
+            [placement for _, placement, _ in self.joined],
             list(dict.fromkeys(numbers[k] for k in back.rewritten)),
-            self.written,
+            [(k, path) for k, (*_, paths) in enumerate(self.joined) for path in paths],
             [(path, tuple(numbers[k] for k in ks)) for path, ks in back.stacked],
             back.merged,
         )
 
-    def tree(self, result: PyTree) -> Any:
-        def joined(node: PyTree) -> Any:
-            form = self._form(node)
-            return self._leaf(node) if form is None else self._packed(node, form)
-
-        return tree_util.tree_map(joined, result, is_leaf=lambda node: self._form(node) is not None)
+    def _node(self, node: PyTree) -> Any:
+        form = self._form(node)
+        if form is None:
+            return self._leaf(node)
+        sources, units = form.part.arrays(node)
+        rest = [tree_util.tree_map(self._leaf, unit) for unit in units]
+        buffers = [self._buffer(*pair) for pair in zip(form.part.groups, sources, strict=True)]
+        return Packed.of(buffers, rest, form)
 
     def _form(self, node: PyTree) -> Form | None:
         """The form in which a node of the result can be packed: that of an argument with its structure."""
@@ -203,25 +218,16 @@ class _Joining:
                     return False
                 group = contents.groups[g]
                 slot = group.slots[k]
-                x, placement = self._array(source)
+                x, placement, _ = self._array(source)
                 if (x.shape, x.dtype) != (slot.part, group.dtype):
                     return False
                 if not _lies(slot.placement, placement):
                     return False
         return True
 
-    def _array(self, source: Output | Forwarded) -> tuple[Any, Placement]:
-        """An array of the unpacked result, and where it goes."""
+    def _array(self, source: Output | Forwarded) -> Leaving:
+        """An array of the unpacked result."""
         return (self.unjoined if isinstance(source, Output) else self.inputs)[source.index]
-
-    def _paths(self, source: Output | Forwarded) -> list[str]:
-        return self.paths[source.index] if isinstance(source, Output) else []
-
-    def _packed(self, node: PyTree, form: Form) -> Packed:
-        sources, units = form.part.arrays(node)
-        rest = [tree_util.tree_map(self._leaf, unit) for unit in units]
-        buffers = [self._buffer(*pair) for pair in zip(form.part.groups, sources, strict=True)]
-        return Packed.of(buffers, rest, form)
 
     def _buffer(self, group: Group, sources: Sequence[Leaf]) -> Output | Forwarded:
         """A buffer of the result: the one that came in, if none of its arrays was written."""
@@ -231,11 +237,9 @@ class _Joining:
         whole = {packing.numbers[k] for k in numbers}
         if slots == list(range(len(sources))) and len(whole) == 1:
             return Forwarded(whole.pop())
-        placement = _of_buffer(group, self._array(sources[0])[1])
-        paths = [path for source in sources for path in self._paths(source)]
-        return self._emit(
-            group.join([self._array(source)[0] for source in sources]), placement, paths
-        )
+        parts, placements, paths = zip(*map(self._array, sources), strict=True)
+        placement = _of_buffer(group, placements[0])
+        return self._emit(written_end_to_end(parts), placement, [*chain(*paths)])
 
     def _leaf(self, source: Leaf) -> Any:
         """A leaf of the result that is in no buffer."""
@@ -244,11 +248,8 @@ class _Joining:
         packing = self.packing
         if isinstance(source, Forwarded) and packing.sources[source.index].group is None:
             return Forwarded(packing.numbers[source.index])
-        return self._emit(*self._array(source), self._paths(source))
+        return self._emit(*self._array(source))
 
     def _emit(self, x: Leaf, placement: Placement, paths: Sequence[str]) -> Output:
-        number = len(self.outputs)
-        self.outputs.append(x)
-        self.placements.append(placement)
-        self.written += [(number, path) for path in paths]
-        return Output(number)
+        self.joined.append((x, placement, paths))
+        return Output(len(self.joined) - 1)

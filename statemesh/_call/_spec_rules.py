@@ -97,10 +97,6 @@ class SpecRules(Rules):
     what = "in_specs"
 
     @property
-    def entries_in(self) -> Any:
-        return self.in_specs
-
-    @property
     def cacheable(self) -> bool:
         return not (self.in_specs is compat.INFER or isinstance(self.mesh, AbstractMesh))
 
