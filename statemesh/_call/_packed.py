@@ -245,40 +245,22 @@ class Contents:
                 arrays[g][k] = leaf
         return arrays, rest
 
-    @property
-    def paths(self) -> list[str]:
-        """The path of each unit."""
-        marked = self.unit_def.unflatten([A_LEAF] * self.unit_def.num_leaves)
-        return [path_str(keys) for keys, _ in tree_util.tree_flatten_with_path(marked)[0]]
+    def part(self, groups: Sequence[bool], rest: Sequence[bool]) -> "Contents":
+        """The contents of a model of which parts are missing: gradients have `None` for what is not trained.
 
+        **Arguments:**
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A packed model of which parts may be missing: in gradients `None` stands for what is not trained.
-
-    **Attributes:**
-
-    - `contents`: the contents of the whole model.
-    - `groups`, `rest`: for each buffer, and for each unit that is not packed, whether it is there.
-    """
-
-    contents: Contents
-    groups: tuple[bool, ...]
-    rest: tuple[bool, ...]
-
-    @cached_property
-    def part(self) -> Contents:
-        """The contents of the parts that are there."""
-        if all(self.groups) and all(self.rest):
-            return self.contents
-        whole = self.contents
-        number = {g: k for k, g in enumerate(np.flatnonzero(self.groups).tolist())}
-        rest = iter(self.rest)
+        - `groups`, `rest`: for each buffer, and for each unit that is not packed, whether it is there.
+        """
+        if all(groups) and all(rest):
+            return self
+        number = {g: k for k, g in enumerate(np.flatnonzero(groups).tolist())}
+        others = iter(rest)
         units: list[Leaf] = []
         states: list[PackedState | None] = []
-        for state in whole.states:
+        for state in self.states:
             arrays = state and [A_LEAF if g in number else None for g, _ in state[1]]
-            if not (any(arrays) if arrays else next(rest)):
+            if not (any(arrays) if arrays else next(others)):
                 units.append(None)
                 continue
             units.append(A_LEAF)
@@ -287,9 +269,15 @@ class Form:
                 places = tuple((number[g], k) for g, k in state[1] if g in number)
                 state = structure, places
             states.append(state)
-        unit_def = tree_util.tree_structure(whole.unit_def.unflatten(units))
-        groups = tuple(whole.groups[g] for g in number)
-        return Contents(whole.root, unit_def, tuple(states), groups, whole.sizes)
+        unit_def = tree_util.tree_structure(self.unit_def.unflatten(units))
+        present = tuple(self.groups[g] for g in number)
+        return Contents(self.root, unit_def, tuple(states), present, self.sizes)
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of each unit."""
+        marked = self.unit_def.unflatten([A_LEAF] * self.unit_def.num_leaves)
+        return [path_str(keys) for keys, _ in tree_util.tree_flatten_with_path(marked)[0]]
 
 
 A_LEAF = object()
@@ -344,13 +332,11 @@ class Packed(PackedNode):
     def __reduce__(self) -> tuple[object, ...]:
         return Packed, (self.buffers, self._rest, self._contents)
 
-    @classmethod
-    def of(cls, buffers: Sequence[Leaf], rest: Sequence[Leaf], form: Form) -> "Packed":
-        """A `Packed` of this form, made of the buffers and the other units that are there."""
+    def _refilled(self, buffers: Sequence[Leaf], rest: Sequence[Leaf]) -> "Packed":
+        """A `Packed` with other values for the parts that are there."""
         values = iter([*buffers, *rest])
-        all_buffers = [next(values) if there else None for there in form.groups]
-        all_rest = [next(values) if there else None for there in form.rest]
-        return cls(all_buffers, all_rest, form.contents)
+        refill = lambda old: [x if x is None else next(values) for x in old]
+        return Packed(refill(self.buffers), refill(self._rest), self._contents)
 
     def unpack(self) -> PyTree:
         """The model, bit for bit as it was packed or as calls have left it.
@@ -365,14 +351,17 @@ class Packed(PackedNode):
         return contents.model([arrays_of(*pair) for pair in pairs], rest)
 
     @property
-    def _form(self) -> Form:
-        there = [tuple(x is not None for x in some) for some in (self.buffers, self._rest)]
-        return Form(self._contents, *there)
+    def _present_contents(self) -> Contents:
+        """The contents of the parts that are there."""
+        groups, rest = ([x is not None for x in parts] for parts in (self.buffers, self._rest))
+        return self._contents.part(groups, rest)
 
     def _present(self) -> tuple[Contents, list[Leaf], list[Leaf]]:
-        """The contents, buffers and other units that are there: the missing ones are left out."""
-        buffers, rest = ([x for x in some if x is not None] for some in (self.buffers, self._rest))
-        return self._form.part, buffers, rest
+        """The contents, buffers and other units that are there."""
+        buffers, rest = (
+            [x for x in parts if x is not None] for parts in (self.buffers, self._rest)
+        )
+        return self._present_contents, buffers, rest
 
     @property
     def states(self) -> "_States":
@@ -459,7 +448,7 @@ def members(tree: PyTree) -> list[list[int]]:
             members.append([start])
             start += 1
             continue
-        contents = node._form.part
+        contents = node._present_contents
         of_buffers: list[list[int]] = [[] for _ in contents.groups]
         rest: list[list[int]] = []
         for number, state in enumerate(contents.states, start):
@@ -626,7 +615,7 @@ def _repacked(packed: Packed, new: PyTree, old: PyTree) -> Packed:
         buffer if is_same else group.buffer(inside, _mesh_of(buffer))
         for group, buffer, inside, is_same in each
     ]
-    return Packed.of(buffers, rest, packed._form)
+    return packed._refilled(buffers, rest)
 
 
 def _mesh_of(buffer: Leaf) -> AnyMesh | None:
@@ -657,7 +646,7 @@ def packed_placements(tree: PyTree) -> list[Sequence[SpecPlacement] | None]:
         if not isinstance(node, Packed):
             placements.append(None)
             continue
-        contents = node._form.part
+        contents = node._present_contents
         slots = [group.slots for group in contents.groups]
         for state in contents.states:
             placements.append(state and [slots[g][k].placement for g, k in state[1]])
@@ -669,8 +658,8 @@ def repack(packed: Packed, model: PyTree, mesh: Mesh) -> Packed:
 
     **Raises:** `SpecError` for placements that do not fit the mesh.
     """
-    form = packed._form
-    slots = [slot for group in form.contents.groups for slot in group.slots]
+    old = packed._contents
+    slots = [slot for group in old.groups for slot in group.slots]
     named = [(f"the spec of {slot.path}", slot.placement.spec) for slot in slots]
     check_specs(named, mesh, manual_names(mesh, ()))
 
@@ -681,13 +670,13 @@ def repack(packed: Packed, model: PyTree, mesh: Mesh) -> Packed:
             shape = (math.prod(mesh.shape[name] for name in slot.placement.axes[0]), *shape[1:])
         return _slot(slot.path, shape, slot.placement, mesh)
 
-    old = form.contents
     groups = tuple(_group(x.dtype, [*map(on_mesh, x.slots)], mesh) for x in old.groups)
     contents = dataclasses.replace(old, groups=groups, sizes=tuple(mesh.shape.items()))
-    form = dataclasses.replace(form, contents=_known.setdefault(contents, contents))
-    arrays, rest = form.part.arrays(model)
-    pairs = zip(form.part.groups, arrays, strict=True)
-    return Packed.of([group.buffer(inside, mesh) for group, inside in pairs], rest, form)
+    packed = Packed(packed.buffers, packed._rest, _known.setdefault(contents, contents))
+    there, _, _ = packed._present()
+    arrays, rest = there.arrays(model)
+    pairs = zip(there.groups, arrays, strict=True)
+    return packed._refilled([group.buffer(inside, mesh) for group, inside in pairs], rest)
 
 
 def _fixed_packed(attribute: str) -> AttributeError:

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 from .._axes._joined import written_end_to_end
 from .._base._errors import SpecError, error_listing, sizes_str, spec_str
 from .._base._specs import Placement
-from .._base._trees import is_packed, is_state, is_state_or_packed
+from .._base._trees import is_state, is_state_or_packed
 from .._base._types import Leaf, PyTree
 from .._jax._compat import tree_util
 from ._arguments import Call, Input
-from ._packed import Contents, Form, Group, Packed, shapes_of, with_models
+from ._packed import Contents, Group, Packed, shapes_of, with_models
 from ._per_shard import Instance
 from ._specs import SpecPlacement
 from ._varying import VaryingAxes
@@ -42,16 +42,16 @@ class Packing:
     **Attributes:**
 
     - `origins`: for each leaf of the unpacked arguments what it is.
-    - `forms`: of what is packed.
+    - `models`: what is packed, without arrays, and its contents.
     - `placements`: that of each unpacked input, once the inputs are placed.
     - `sources`: what each unpacked input is.
     - `numbers`: the number of the input that each unpacked input is, or is in.
     """
 
     def __init__(self, call: Call) -> None:
-        nodes = tree_util.tree_leaves((call.args, call.kwargs), is_leaf=is_state_or_packed)
-        self.forms = list(dict.fromkeys(n._form for n in nodes if is_packed(n)))
         marked = call.treedef.unflatten(map(_At, range(len(call.leaves))))
+        nodes = tree_util.tree_leaves(marked, is_leaf=is_state_or_packed)
+        self.models = [(n, n._present_contents) for n in nodes if isinstance(n, Packed)]
         self.origins: list[_At] = tree_util.tree_leaves(with_models(marked, _marks))
 
     def unpacked(self, call: Call) -> Call:
@@ -67,9 +67,9 @@ class Packing:
         """
         self.placements = [x.placement for x in unpacked]
         self.sources = [self.origins[x.position] for x in unpacked]
-        for form in self.forms:
-            packed = dict(form.contents.sizes)
-            used = {axis for group in form.part.groups for axis in group.names}
+        for _, contents in self.models:
+            packed = dict(contents.sizes)
+            used = {axis for group in contents.groups for axis in group.names}
             if any(sizes.get(axis) != packed[axis] for axis in used):
                 raise SpecError(
                     f"{name}: a model is packed for a mesh with {sizes_str(packed) or 'no axes'}, but this "
@@ -173,7 +173,7 @@ class _Joining:
         self.unjoined: list[Leaving] = list(zip(outputs, back.placements, paths, strict=True))
         self.joined: list[Leaving] = []
         result = tree_util.tree_map(
-            self._node, back.result, is_leaf=lambda node: self._form(node) is not None
+            self._node, back.result, is_leaf=lambda node: self._like(node) is not None
         )
         numbers = packing.numbers
         self.outputs = [x for x, *_ in self.joined]
@@ -187,20 +187,20 @@ class _Joining:
         )
 
     def _node(self, node: PyTree) -> Any:
-        form = self._form(node)
-        if form is None:
+        like = self._like(node)
+        if like is None:
             return self._leaf(node)
-        sources, units = form.part.arrays(node)
+        packed, contents = like
+        sources, units = contents.arrays(node)
         rest = [tree_util.tree_map(self._leaf, unit) for unit in units]
-        buffers = [self._buffer(*pair) for pair in zip(form.part.groups, sources, strict=True)]
-        return Packed.of(buffers, rest, form)
+        buffers = [self._buffer(*pair) for pair in zip(contents.groups, sources, strict=True)]
+        return packed._refilled(buffers, rest)
 
-    def _form(self, node: PyTree) -> Form | None:
-        """The form in which a node of the result can be packed: that of an argument with its structure."""
-        form: Form
-        for form in self.packing.forms:
-            if type(node) is form.contents.root and self._fits(node, form.part):
-                return form
+    def _like(self, node: PyTree) -> tuple[Packed, Contents] | None:
+        """The packed argument as which a node of the result can be packed: one of its structure."""
+        for packed, contents in self.packing.models:
+            if type(node) is contents.root and self._fits(node, contents):
+                return packed, contents
         return None
 
     def _fits(self, node: PyTree, contents: Contents) -> bool:
