@@ -335,8 +335,9 @@ class Packed(PackedNode):
     def _refilled(self, buffers: Sequence[Leaf], rest: Sequence[Leaf]) -> "Packed":
         """A `Packed` with other values for the parts that are there."""
         values = iter([*buffers, *rest])
-        refill = lambda old: [x if x is None else next(values) for x in old]
-        return Packed(refill(self.buffers), refill(self._rest), self._contents)
+        old = self.buffers, self._rest
+        new = [[x if x is None else next(values) for x in parts] for parts in old]
+        return Packed(new[0], new[1], self._contents)
 
     def unpack(self) -> PyTree:
         """The model, bit for bit as it was packed or as calls have left it.
@@ -543,7 +544,7 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
     check_valued("pack", named)
     check_same_arrays("pack", mesh, named)
     # The arrays in each buffer, by what they have in common.
-    buffers: dict[Hashable, list[tuple[Slot, Leaf]]] = {}
+    buffers: dict[tuple[Dtype, frozenset[AxisName], bool], list[tuple[Slot, Leaf]]] = {}
     states: list[PackedState | None] = []
     for path, node, placements in units:
         if placements is None:
@@ -560,10 +561,7 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
             inside.append((_slot(shown, np.shape(x), placement, mesh), x))
         states.append((structure, tuple(places)))
     groups = tuple(
-        _group(
-            jax.dtypes.canonicalize_dtype(inside[0][1].dtype), [slot for slot, _ in inside], mesh
-        )
-        for inside in buffers.values()
+        _group(dtype, [slot for slot, _ in inside], mesh) for (dtype, *_), inside in buffers.items()
     )
     unit_def = tree_util.tree_structure(model, is_leaf=is_state)
     contents = Contents(type(model), unit_def, tuple(states), groups, tuple(mesh.shape.items()))
