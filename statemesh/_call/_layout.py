@@ -246,7 +246,7 @@ class OnMesh:
         return isinstance(x.sharding, NamedSharding) and bool(x.sharding.mesh == self.mesh)
 
     def _spare(self, originals: Sequence[Leaf], ready: list[Leaf], moved: Iterable[int]) -> None:
-        """Copy what was not moved but shares memory with an original that was, lest that be given up."""
+        """Copy what was not moved but shares memory with an original that was: both would be given up."""
         sizes = {math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in originals}
         # To look at the memory of any other would wait for what is being computed.
         others = set(self.on_device).difference(moved)
@@ -640,20 +640,21 @@ def place(
     inputs: list[Input] = []
     of_states = OfStates()
     units = placed_states(tree, "tree", state_specs)
-    for (path, node, of_state), spec in zip(
+    for (path, node, placements), spec in zip(
         units, broadcast_specs(specs, tree, "specs", "tree"), strict=True
     ):
         arrays = tree_util.tree_leaves(node)
-        if of_state is not None:
-            of_states.state("specs", spec, path, node, of_state)
+        if placements is not None:
+            of_states.state("specs", spec, path, node, placements)
         elif is_shaped(node):
             of_states.array("specs", spec)
-            of_state = [] if id(node) in packed else [placement(spec)]
+            placements = [] if id(node) in packed else [placement(spec)]
         # Whatever is placed loses a weak type, as what is in States does.
-        inputs += [
-            Input(k, path, wanted, "specs", type(x), stateful=True, in_module=False)
-            for (k, x), wanted in zip(enumerate(arrays, len(leaves)), of_state or (), strict=False)
-        ]
+        for k, wanted in enumerate(placements or ()):
+            position, kind = len(leaves) + k, type(arrays[k])
+            inputs.append(
+                Input(position, path, wanted, "specs", kind, stateful=True, in_module=False)
+            )
         leaves += arrays
     if bad := of_states.bad():
         raise specs_of_states("place", "specs", "state_specs", bad)
