@@ -151,13 +151,12 @@ class Pipeline:
                 at_once = compat.jit_disabled()
                 with self._around(program):
                     ready, shown = program.layout.concrete(arrays)
-                    check = functools.partial(program.check, lambda: program.traced(ready))
                     if not at_once:
-                        check()
+                        program.check(ready)
                     outputs, back = program.run(args, kwargs, arrays, ready)
                     if at_once:
                         with jax.disable_jit(False), suppress(*compat.NEEDS_VALUES):
-                            check()
+                            program.check(ready)
                 self._keep(program)
             else:
                 ready, shown = program.layout.concrete(arrays)
@@ -319,7 +318,7 @@ class Pipeline:
         inputs = program.layout.abstract(program.arrays(call.leaves))
         compiled = None
         with pipeline._around(program):
-            program.check(lambda: program.traced(inputs))
+            program.check(inputs)
             traced = program.traced(inputs)
             if self.declared.jit and not isinstance(program.layout.mesh, AbstractMesh):
                 compiled = traced.lower().compile()

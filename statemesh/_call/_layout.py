@@ -1,6 +1,5 @@
 """Where a program runs: on the devices of a mesh, on which its inputs are laid out. And `place`."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -365,15 +364,6 @@ class OnMesh:
         return outputs
 
 
-@dataclasses.dataclass(frozen=True)
-class RankMismatch:
-    """An array with fewer axes than its spec has entries."""
-
-    path: str
-    value: Any
-    spec: PartitionSpec
-
-
 def check_shapes(
     what: str,
     named: Sequence[tuple[str, Leaf]],
@@ -410,7 +400,7 @@ def _misfits(path: str, x: Leaf, placement: Placement, mesh: Mesh | AbstractMesh
             f"{path}: {describe(x)} with spec {spec_str(spec)} (PerShard) is a scalar; it needs a leading "
             "axis with one entry per shard"
             if per_shard
-            else rank_item(RankMismatch(path, x, spec))
+            else rank_item(path, x, spec)
         )
         return
     for dim, names in enumerate(placement.axes):
@@ -431,11 +421,11 @@ def _misfits(path: str, x: Leaf, placement: Placement, mesh: Mesh | AbstractMesh
             )
 
 
-def rank_item(mismatch: RankMismatch) -> str:
-    entries = counted(len(mismatch.spec.partitions), "entry", "entries")
+def rank_item(path: str, x: Leaf, spec: PartitionSpec) -> str:
+    """What is said of an array with fewer axes than its spec has entries."""
+    entries = counted(len(spec.partitions), "entry", "entries")
     return (
-        f"{mismatch.path}: {describe(mismatch.value)} has rank {np.ndim(mismatch.value)}, but its spec "
-        f"{spec_str(mismatch.spec)} has {entries}"
+        f"{path}: {describe(x)} has rank {np.ndim(x)}, but its spec {spec_str(spec)} has {entries}"
     )
 
 
@@ -662,7 +652,8 @@ def place(
     targets = shardings("place", named, [x.placement for x in inputs], mesh)
     check_concrete("place", named)
     layout = OnMesh("place", mesh, names)
-    layout.expect(inputs, donating=False)
+    # What is moved may be donated without what it was moved from.
+    layout.expect(inputs, donating=True)
     placed = layout.placed([x for _, x in named])
     for source, x, target in zip(inputs, placed, targets, strict=True):
         # A call takes any name of a layout, such as P("x") for P() where "x" has one device.

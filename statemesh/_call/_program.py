@@ -246,7 +246,7 @@ class Program:
         jaxpr is, no layer of ours goes into it.
         """
         if not recorded:
-            self.check(lambda: self.plain.trace(*inputs))
+            self._check_trace(lambda: self.plain.trace(*inputs))
         run = self.steps if recorded or not self.declared.jit else self.plain
         outputs, back = run(*inputs)
         if not self.checked:
@@ -269,12 +269,15 @@ class Program:
             self._check(shard_map_equation(traced.jaxpr))
         return traced.lower()
 
-    def check(self, trace: Callable[[], jax.stages.Traced]) -> None:
+    def check(self, inputs: Sequence[Leaf]) -> None:
         """Refuse, once, gradients that the traced function sums a second time, or not at all.
 
-        And what another process traced differently. `trace` gives the trace; JAX remembers it, so that the
-        call that follows does not trace again.
+        And what another process has traced differently. JAX remembers the trace, so that the call that
+        follows does not trace again.
         """
+        self._check_trace(lambda: self.traced(inputs))
+
+    def _check_trace(self, trace: Callable[[], jax.stages.Traced]) -> None:
         if not self.checked:
             mesh, name = self.layout.shared, self.declared.name
             traced = trace() if mesh is None else traced_alike(name, mesh, trace)

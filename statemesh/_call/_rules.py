@@ -15,7 +15,6 @@ from .._base._types import Axes, AxisName, Fun, KeyPath, Leaf, PyTree
 from .._state._state import State
 from ._arguments import Call, Input
 from ._instances import Layout
-from ._layout import RankMismatch
 from ._origins import Entered
 
 
@@ -54,7 +53,8 @@ class Mistakes:
 
     diverged: list[Diverged] = dataclasses.field(default_factory=list)
     varying: list[Varying] = dataclasses.field(default_factory=list)
-    rank: list[RankMismatch] = dataclasses.field(default_factory=list)
+    # What is said of arrays that have fewer axes than their specs have entries.
+    rank: list[str] = dataclasses.field(default_factory=list)
     # The path, the declared axis and the array, which has no such axis.
     axes: list[tuple[str, int, Any]] = dataclasses.field(default_factory=list)
     # The path, the state, the axis it entered with and the one it is declared to leave with.

@@ -40,7 +40,7 @@ from .._jax._compat import tree_util
 from .._state._state import State
 from ._arguments import Call, Input
 from ._instances import Layout
-from ._layout import OnMesh, rank_item
+from ._layout import OnMesh
 from ._mesh import (
     by_fields,
     check_specs,
@@ -291,7 +291,7 @@ class SpecRules(Rules):
             raise error_listing(
                 SpecError,
                 f"{name}: results have fewer axes than their specs have entries",
-                map(rank_item, mistakes.rank),
+                mistakes.rank,
                 "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is "
                 "the same on every shard.",
             )
