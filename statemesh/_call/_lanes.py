@@ -153,6 +153,7 @@ class OneShape:
             raise OtherShapes
 
 
+@dataclasses.dataclass(eq=False)
 class OnLanes(OneShape):
     """Where a program runs: all instances in one `jax.vmap`. Inputs are taken wherever they lie.
 
@@ -165,24 +166,16 @@ class OnLanes(OneShape):
     - `fixed`: whether the program is for inputs of one shape only.
     """
 
+    fun_name: str
+    axis_name: AxisName
+    axis_size: int | None
+    spmd_axis_name: Any
+    fixed: bool
+
     mesh: ClassVar[None] = None
     shared: ClassVar[None] = None
     sizes: ClassVar[Mapping[AxisName, int]] = {}
     spread: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        fun_name: str,
-        axis_name: AxisName,
-        axis_size: int | None,
-        spmd_axis_name: Any,
-        fixed: bool,
-    ) -> None:
-        self.fun_name = fun_name
-        self.axis_name = axis_name
-        self.axis_size = axis_size
-        self.spmd_axis_name = spmd_axis_name
-        self.fixed = fixed
 
     def expect(self, inputs: Sequence[Input], donating: bool) -> None:
         """Be told, once, which inputs there will be."""
