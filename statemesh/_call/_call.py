@@ -38,8 +38,8 @@ from ._rules import Declared
 from ._write_back import WriteBack
 
 
-# Looks at a mapped call: its program, its arguments, what that made, and how the result is put together. It
-# returns what is to stand for what the call made.
+# A function that gets a mapped call while it is traced: the program, the arguments, the outputs, and how the
+# result is put together. It returns the outputs that the call goes on with.
 Look: TypeAlias = Callable[[Program, Call, list[Leaf], WriteBack], list[Leaf]]
 
 _watching: contextvars.ContextVar[Look | None] = contextvars.ContextVar("watching", default=None)
@@ -146,8 +146,8 @@ class Pipeline:
         arrays = program.arrays(leaves) if program.statics.positions else leaves
         try:
             if is_new:
-                # What a function that is not compiled prints, and where it stops, belong to its run: it is
-                # traced after it.
+                # The check traces the function. A function that runs without compiling is traced after its
+                # run: what it prints, and the breakpoints where it stops, are to come from the run.
                 at_once = compat.jit_disabled()
                 with self._around(program):
                     ready, shown = program.layout.concrete(arrays)

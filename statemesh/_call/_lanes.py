@@ -178,7 +178,7 @@ class OnLanes(OneShape):
     spread: ClassVar[bool] = False
 
     def expect(self, inputs: Sequence[Input], donating: bool) -> None:
-        """Be told, once, which inputs there will be."""
+        """Take note, once, of the inputs that each run will have."""
         self.inputs = inputs
         self.to_strong = [k for k, source in enumerate(inputs) if source.strong]
         # Not arrays of JAX yet: they do not come back as they went in. A tracer is one, by another type.

@@ -106,7 +106,7 @@ class OnMesh:
         self.check_vma = check_vma
 
     def expect(self, inputs: Sequence[Input], donating: bool) -> None:
-        """Be told, once, which inputs there will be.
+        """Take note, once, of the inputs that each run will have.
 
         **Arguments:**
 
