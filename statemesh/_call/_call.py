@@ -148,13 +148,13 @@ class Pipeline:
             if is_new:
                 # The check traces the function. A function that runs without compiling is traced after its
                 # run: what it prints, and the breakpoints where it stops, are to come from the run.
-                at_once = compat.jit_disabled()
+                uncompiled = compat.jit_disabled()
                 with self._around(program):
                     ready, shown = program.layout.concrete(arrays)
-                    if not at_once:
+                    if not uncompiled:
                         program.check(ready)
                     outputs, back = program.run(args, kwargs, arrays, ready)
-                    if at_once:
+                    if uncompiled:
                         with jax.disable_jit(False), suppress(*compat.NEEDS_VALUES):
                             program.check(ready)
                 self._keep(program)
