@@ -25,7 +25,7 @@ from ._base._errors import (
     typed_str,
 )
 from ._base._specs import PerShard, entry_of, is_spec, mentioned, written_axes
-from ._base._trees import describe, is_packed, is_state, is_state_or_packed, path_str
+from ._base._trees import describe, has_packed, is_state, path_str
 from ._base._types import (
     NO_AXES,
     AnyMesh,
@@ -140,7 +140,7 @@ def fsdp(
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             kind = ValueError if type(number) is int else TypeError
             raise kind(f"fsdp: {what} must be 0 or a larger int, got {typed_str(number)}.")
-    if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
+    if has_packed(model):
         raise StructureError(
             "fsdp: the arrays of a Packed lie in buffers already. Write "
             "`sm.pack(sm.fsdp(packed.unpack(), mesh, axis_name), mesh)`."

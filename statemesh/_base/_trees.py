@@ -60,9 +60,13 @@ def is_state_or_packed(node: object) -> bool:
     return isinstance(node, StateNode | PackedNode)
 
 
+def has_packed(tree: PyTree) -> bool:
+    return any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_state_or_packed)))
+
+
 def unpacked(tree: PyTree) -> PyTree:
     """The tree with every `Packed` replaced by its model. A tree without any is returned itself."""
-    if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_state_or_packed))):
+    if not has_packed(tree):
         return tree
     model = lambda node: node.unpack() if isinstance(node, PackedNode) else node
     return jax.tree.map(model, tree, is_leaf=is_state_or_packed)

@@ -18,12 +18,19 @@ from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Operand
 from .._jax._jaxprs import AnyJaxpr
-from ._placement import Input, is_own
+from ._arguments import Input
 
 
 SIZE = 16
 
 _PLAIN = (str, bytes, int, float, complex, type(None), np.dtype, jax.sharding.PartitionSpec)
+
+
+def is_own(x: Leaf) -> bool:
+    """Whether every process has an `x` of its own: of the host, or on devices of its own."""
+    if compat.is_tracer(x):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def digest(data: bytes) -> bytes:

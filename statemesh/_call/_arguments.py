@@ -14,12 +14,19 @@ import numpy as np
 
 from .._base import _errors as errors
 from .._base._checks import check_function, is_masked, is_shaped
-from .._base._errors import BatchAxisError, SpecError, StatemeshError, counted, quoted
+from .._base._errors import (
+    BatchAxisError,
+    SpecError,
+    StatemeshError,
+    counted,
+    error_listing,
+    quoted,
+)
 from .._base._specs import Placement
 from .._base._trees import describe, fun_name, is_state, path_str, positional_names
 from .._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef
+from .._jax import _compat as compat
 from .._jax._compat import tree_util
-from ._placement import Input
 
 
 class _Same:
@@ -108,6 +115,42 @@ def alike(value: Leaf, other: Leaf) -> bool:
         return value is other or token(value) == token(other)
     except TypeError:
         return _equal(value, other)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Input:
+    """A leaf of the arguments that is an input of the program.
+
+    **Attributes:**
+
+    - `position`: its position among the leaves.
+    - `path`: its path, for messages.
+    - `placement`: where it lies.
+    - `placed_by`: what says so: an entry as the author wrote it, the state's own spec, its kind or the
+        default.
+    - `kind`: its type.
+    - `stateful`: whether it is a leaf of a State.
+    - `in_module`: whether it stands in a Module, outside States.
+    - `fresh`: whether it is a new array inside the program, which never comes back as it went in.
+    """
+
+    position: int
+    path: str
+    placement: Placement
+    placed_by: str
+    kind: type
+    stateful: bool
+    in_module: bool
+    fresh: bool = False
+
+    @property
+    def strong(self) -> bool:
+        """Whether it loses a weak type.
+
+        What it becomes in the result is then no news to the compiler when it is fed back. An array outside
+        States and Modules keeps its weak type, as under JAX's own maps.
+        """
+        return self.stateful or self.in_module
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,6 +286,19 @@ class Call:
     def paths(self) -> dict[int, str]:
         """The path of each leaf, by position."""
         return {p: unit.path for unit in self.flat_units() for p in unit.positions}
+
+    def check_valued(self, name: str, *, shapes: bool = False) -> None:
+        """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up.
+
+        **Arguments:**
+
+        - `name`: what the arguments are for.
+        - `shapes`: whether shapes will do.
+        """
+        bare = () if shapes else jax.ShapeDtypeStruct
+        if bad := [k for k, x in enumerate(self.leaves) if isinstance(x, bare) or is_deleted(x)]:
+            paths = self.paths()
+            check_valued(name, [(paths[k], self.leaves[k]) for k in bad])
 
     def states(self) -> list[Unit]:
         return [unit for unit in self.flat_units() if unit.kind is not None]
@@ -418,6 +474,40 @@ def _unhashable(node: Leaf, keys: KeyPath) -> Iterator[tuple[KeyPath, PyTree]]:
         yield from [((*keys, key), x) for key, x in bad] or [(keys, metadata)]
     for key, child in children:
         yield from _unhashable(child, (*keys, key))
+
+
+def check_valued(what: str, named: Sequence[tuple[str, Any]]) -> None:
+    """Refuse what has a shape and no value."""
+    if bare := [path for path, x in named if isinstance(x, jax.ShapeDtypeStruct)]:
+        raise error_listing(
+            TypeError,
+            f"{what}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
+            bare,
+            "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
+        )
+    if gone := [path for path, x in named if is_deleted(x)]:
+        raise deleted(what, gone)
+
+
+def check_alive(name: str, inputs: Sequence[Input], arrays: Sequence[Leaf]) -> None:
+    """Refuse inputs whose memory was given up."""
+    pairs = zip(inputs, arrays, strict=True)
+    if gone := [source.path for source, x in pairs if is_deleted(x)]:
+        raise deleted(name, gone)
+
+
+def is_deleted(x: Leaf) -> bool:
+    """Whether it is an array whose memory was given up."""
+    return isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted()
+
+
+def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
+    return error_listing(
+        StatemeshError,
+        f"{name}: these arguments were given up to an earlier call that donates its arguments",
+        paths,
+        "Go on with what that call returned, as in `out, model = step(model, x)`.",
+    )
 
 
 def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:

@@ -23,11 +23,10 @@ from .._base._types import UNNAMED, UNNAMED_DEVICES, AxisName, AxisTree, Filter,
 from .._jax import _explicit as explicit
 from .._state._filters import to_predicate
 from .._state._state import State
-from ._arguments import Call, Unit
-from ._instances import Binding, Carrier
+from ._arguments import Call, Input, Unit
+from ._instances import Carrier, Layout
 from ._lanes import AxesOfMap, choose_axes, fits, is_size
 from ._origins import Entered, values
-from ._placement import Input
 from ._processes import check_global_shapes
 from ._rules import Diverged, Mistakes, Rules, roots
 from ._specs import UNDECLARED, broadcast_axes
@@ -79,10 +78,6 @@ class AxisRules(Rules):
     what = "in_axes"
 
     @property
-    def entries_in(self) -> Any:
-        return self.in_axes
-
-    @property
     def names(self) -> tuple[AxisName, ...]:
         return (self.axis_name,)
 
@@ -130,20 +125,20 @@ class AxisRules(Rules):
         """The placement of an array of so many axes that has its lanes on this one."""
         return self.carrier.placement(self.axis_name, axis, ndim)
 
-    def resolve(self, name: str, call: Call) -> tuple[list[Input], Binding, "AxisRules"]:
+    def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "AxisRules"]:
         entering, replicated = self._axes(name, call)
         leaves = call.leaves
         mapped = [(unit.path, axis, leaves[p]) for unit, p, axis, _ in entering if axis is not None]
-        binding = self.carrier.bind(name, self.axis_name, mapped, self.axis_size, self.looks_ahead)
+        layout = self.carrier.bind(name, self.axis_name, mapped, self.axis_size, self.looks_ahead)
         if self.global_shapes is not None:
             axes = {position: axis for _, position, axis, _ in entering}
-            lanes = binding.sizes[self.axis_name]
+            lanes = layout.sizes[self.axis_name]
             check_global_shapes(name, self.global_shapes, call, axes, lanes)
         inputs = [
             unit.input(p, leaves[p], self.placement(axis, np.ndim(leaves[p])), placed_by)
             for unit, p, axis, placed_by in entering
         ]
-        return inputs, binding, dataclasses.replace(self, replicated=replicated)
+        return inputs, layout, dataclasses.replace(self, replicated=replicated)
 
     def _axes(
         self, name: str, call: Call

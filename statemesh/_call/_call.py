@@ -9,44 +9,37 @@ import contextvars
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from operator import is_
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-import numpy as np
+from jax.sharding import AbstractMesh
 
-from .._axes._differing import check_gradients
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import error_listing, listed
-from .._base._types import Leaf, PyTree, Sharding
+from .._base._types import Leaf, PyTree
 from .._jax import _compat as compat
 from .._jax import _frames as frames
-from .._jax import _jaxprs as jaxprs
-from .._jax._compat import Equation, tree_util
-from .._jax._dataflow import shard_map_equation, shard_map_recorded
-from ._arguments import Call, arity, tokens_at
+from .._jax._compat import tree_util
+from ._arguments import Call, arity
 from ._lanes import OtherShapes
-from ._placement import check_valued, is_deleted, place_traced
+from ._layout import place_traced
 from ._program import (
-    ANY_CALL,
     MAKE_HASHABLE,
-    DonatingProgram,
     LikeBefore,
     Lowered,
     Program,
     Refused,
-    Result,
     typed_items,
 )
 from ._rules import Declared
 from ._write_back import WriteBack
 
 
-# Looks at a mapped call: its program, its arguments, what that made, and how the result is put together. It
-# returns what is to stand for what the call made.
+# A function that gets a mapped call while it is traced: the program, the arguments, the outputs, and how the
+# result is put together. It returns the outputs that the call goes on with.
 Look: TypeAlias = Callable[[Program, Call, list[Leaf], WriteBack], list[Leaf]]
 
 _watching: contextvars.ContextVar[Look | None] = contextvars.ContextVar("watching", default=None)
@@ -72,190 +65,6 @@ _KEPT = 256
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-# So often a call like the last ones may be refused before we stop asking. JAX forgets programs when it is
-# told to, and when it has very many of them.
-_REFUSALS = 3
-
-
-class CompiledEntry:
-    """A program as calls run it: it is compiled and checked once, and knows which calls it fits.
-
-    Where all leaves are arrays, `jax.jit` takes the arguments of the call as they are, as trees (`by_trees`).
-    It flattens them, compares their structure, shapes, dtypes and placements with those of earlier calls, and
-    runs what it compiled, all in C++.
-
-    **Arguments:**
-
-    - `program`: the program.
-    - `call`: the arguments of the first such call.
-    - `key`: what the program depends on besides static leaves.
-    """
-
-    def __init__(self, program: Program, call: Call, key: Hashable) -> None:
-        declared = program.declared
-        self.program = program
-        self.key = key
-        self.tokens = _tokens(program, call.leaves)
-        self.inputs = program.arrays
-        self.concrete = program.layout.concrete
-        self.statics = program.statics.values
-        self.same_statics = program.statics.same
-        self.types = list(map(type, call.leaves))
-        self.treedef = call.treedef
-        # JAX holds trees of different dataclasses for equal, but their hashes differ.
-        self.hash = hash(call.treedef)
-        self.context: Any = None
-        # The mesh that was set, with its devices, where the call takes that one.
-        self.set_mesh: Any = None
-        # Whether other processes, if there are any, were found to pass the same.
-        self.agreed = False
-        # The backward pass of an eager `jax.vjp` may be recorded. No layer of ours goes into its jaxpr.
-        self.plain = jax.jit(program, inline=compat.INLINED)
-        # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
-        self.checked = not (declared.jit and program.binding.sizes)
-        donating = declared.donate != "none"
-        # What is lowered, and what runs: functions of the inputs.
-        self.jitted: Any = DonatingProgram(program) if donating else self.plain
-        self.runs: Any = self.jitted if declared.jit else program
-        self.by_trees: Any = program.by_trees() if declared.jit and not donating else None
-        self.outside = program.binding.outside
-        self._refusals = 0
-        self._calls_back: bool | None = None
-
-    def run(
-        self,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        arrays: Sequence[Leaf],
-        ready: Sequence[Leaf],
-    ) -> Result:
-        """Run the program, and compile it if need be.
-
-        **Arguments:**
-
-        - `arrays`: the inputs among the leaves of `(args, kwargs)`.
-        - `ready`: the same, laid out.
-        """
-        result: Result
-        if self.by_trees is None:
-            result = self.runs(*ready)
-            if self.outside is None:
-                return result
-            outputs, back = result
-            return self.outside(outputs, back.placements), back
-        if ready is not arrays:
-            # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
-            trees, stop = [], 0
-            args_def, kwargs_def = self.treedef.children()
-            structures = [*args_def.children(), kwargs_def]
-            for tree, structure in zip((*args, kwargs), structures, strict=True):
-                start, stop = stop, stop + structure.num_leaves
-                moved = ready[start:stop]
-                stays = all(map(is_, moved, arrays[start:stop]))
-                trees.append(tree if stays else structure.unflatten(moved))
-            *args_laid_out, kwargs = trees
-            args = tuple(args_laid_out)
-        result = self.by_trees(args, kwargs, ANY_CALL)
-        return result
-
-    def checked_run(
-        self,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        arrays: Sequence[Leaf],
-        ready: Sequence[Leaf],
-    ) -> Result:
-        """Run the program, which is checked once before."""
-        if not compat.jit_disabled():
-            self.check_program(ready)
-            return self.run(args, kwargs, arrays, ready)
-        # What the function prints and where it stops belong to its run, so that the trace comes after it.
-        result = self.run(args, kwargs, arrays, ready)
-        with jax.disable_jit(False), suppress(*compat.NEEDS_VALUES):
-            self.check_program(ready)
-        return result
-
-    def traced_run(self, inputs: Sequence[Leaf], recorded: bool) -> Result:
-        """Run the program on traced inputs, and check it once.
-
-        Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed. Where a
-        jaxpr is, no layer of ours goes into it.
-        """
-        if not (self.checked or recorded):
-            traced = self.program.layout.traced_alike(lambda: self.plain.trace(*inputs))
-            self._check(shard_map_equation(traced.jaxpr))
-        run = self.program if recorded or not self.program.declared.jit else self.plain
-        outputs, back = run(*inputs)
-        if not self.checked:
-            self._check(shard_map_recorded(outputs))
-        return outputs, back
-
-    def traced(self, inputs: Sequence[Leaf]) -> jax.stages.Traced:
-        """The program of these inputs, which the call that follows finds."""
-        traced: jax.stages.Traced
-        if self.by_trees is None:
-            traced = self.jitted.trace(*inputs)
-        else:
-            traced = self.by_trees.trace(*self.treedef.unflatten(inputs), ANY_CALL)
-        return traced
-
-    def lowered(self, inputs: Sequence[Leaf]) -> jax.stages.Lowered:
-        """The program, lowered and checked once."""
-        if not self.checked:
-            self._check(shard_map_equation(self.jitted.trace(*inputs).jaxpr))
-        lowered: jax.stages.Lowered = self.jitted.lower(*inputs)
-        return lowered
-
-    def check_program(self, inputs: Sequence[Leaf]) -> None:
-        """Refuse, once, gradients that the traced program sums a second time, or not at all.
-
-        JAX remembers the trace, so that the call that follows does not trace again.
-        """
-        if not self.checked:
-            traced = self.program.layout.traced_alike(lambda: self.traced(inputs))
-            self._check(shard_map_equation(traced.jaxpr))
-
-    def _check(self, equation: Equation | None) -> None:
-        # What the user's own transformations leave of the program may hold no `shard_map`.
-        if equation is not None:
-            check_gradients(self.program.declared.name, equation)
-        self.checked = True
-
-    def is_quick(
-        self,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        arrays: Sequence[Leaf],
-        result: Result,
-        refused: bool,
-    ) -> bool:
-        """Whether JAX alone is to run the next call, after one in which nothing had to be moved.
-
-        **Arguments:**
-
-        - `args`, `kwargs`, `arrays`: of that call, and their leaves.
-        - `result`: what it gave.
-        - `refused`: whether JAX was to run it, and refused.
-        """
-        if compat.jit_disabled():
-            return False
-        self._refusals += refused
-        if self._calls_back is None:
-            # A callback of the user's, which may run on the calling thread, may trace functions of its own.
-            equations = jaxprs.equations(self.by_trees.trace(args, kwargs, ANY_CALL).jaxpr)
-            self._calls_back = any(map(jaxprs.calls_back, equations))
-        if self._refusals >= _REFUSALS or self._calls_back:
-            return False
-        # A kind of call that is refused once takes a slower way through JAX from then on. So we wait until
-        # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
-        # `P(None, None)`.
-        outputs, back = result
-        return _layouts([outputs[k] for k, _ in back.written]) <= _layouts(arrays)
-
-
-def _layouts(arrays: Sequence[Leaf]) -> set[tuple[int, Sharding]]:
-    return {(x.ndim, x.sharding) for x in arrays if isinstance(x, jax.Array)}
-
 
 def make_room(entries: dict[Key, Value], most: int) -> None:
     """Drop the oldest entries, so that one more makes no more than `most`.
@@ -267,44 +76,11 @@ def make_room(entries: dict[Key, Value], most: int) -> None:
             entries.pop(oldest, None)
 
 
-def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...] | None:
-    """What a program depends on besides types: the static leaves, and shapes where the rules say so.
-
-    `None` if it cannot be compared.
-    """
-    by_shape = program.rules.by_shape
-    shapes = tuple(map(np.shape, program.arrays(leaves))) if by_shape else ()
-    tokens = tokens_at(program.statics.positions, leaves)
-    return None if tokens is None else (shapes, *tokens)
-
-
 # Bound once, which saves looking up an attribute at every call.
 _flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
 _set_mesh = jax.sharding.get_mesh
 _trace = compat.current_trace
-
-
-@dataclasses.dataclass(frozen=True)
-class Inspected:
-    """A call that was traced and not run.
-
-    **Attributes:**
-
-    - `call`: its arguments.
-    - `entry`: the entry with which it would run.
-    - `traced`: its program.
-    - `moved`: the inputs that it would lay out anew before it runs.
-    - `rivals`: the entries of calls that differ from it only in static leaves.
-    - `around`: makes the context in which it would be compiled.
-    """
-
-    call: Call
-    entry: CompiledEntry
-    traced: jax.stages.Traced
-    moved: Sequence[int]
-    rivals: Sequence[CompiledEntry]
-    around: Callable[[], AbstractContextManager[Any]]
 
 
 class Pipeline:
@@ -313,11 +89,11 @@ class Pipeline:
     def __init__(self, declared: Declared) -> None:
         self.declared = declared
         # By the tree, the types and the mesh of a call, which settle the static leaves; then by these.
-        self._entries: dict[Hashable, dict[tuple[PyTree, ...], CompiledEntry]] = {}
-        # The entry of the last eager call, tried first.
-        self._last: CompiledEntry | None = None
+        self._programs: dict[Hashable, dict[tuple[Hashable, ...], Program]] = {}
+        # That of the last eager call, tried first.
+        self._last: Program | None = None
         # The same, if `jax.jit` alone may run the next call.
-        self._quick: CompiledEntry | None = None
+        self._quick: Program | None = None
         # The paths that a warning has named.
         self._warned: set[str] = set()
 
@@ -335,7 +111,7 @@ class Pipeline:
             except Refused:
                 self._quick = None
             except (RuntimeError, ValueError):
-                quick.program.layout.check_alive(_flatten((args, kwargs))[0])
+                quick.check_alive(_flatten((args, kwargs))[0])
                 raise
             else:
                 inputs = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
@@ -346,38 +122,46 @@ class Pipeline:
         leaves, treedef = _flatten((args, kwargs))
 
         # 2. Resolve: find the program in which each leaf has its placement, and lay the arrays out.
-        entry = self._last
+        program = self._last
         is_new = (
-            entry is None
-            or entry.types != list(map(type, leaves))
-            or entry.treedef != treedef
-            or entry.hash != hash(treedef)
-            or entry.context is not _context()
+            program is None
+            or program.types != list(map(type, leaves))
+            or program.treedef != treedef
+            or program.hash != hash(treedef)
+            or program.context is not _context()
             or _trace(()) is not compat.TOP_LEVEL
-            or (entry.set_mesh is not None and entry.set_mesh is not _set_mesh())
-            or (entry.statics and not entry.same_statics(leaves))
+            or (program.set_mesh is not None and program.set_mesh is not _set_mesh())
+            or (program.statics.positions and not program.statics.same(leaves))
         )
-        if entry is None or is_new:
+        if program is None or is_new:
             call = Call(self.declared.fun, args, kwargs, (leaves, treedef))
-            self._check_valued(call)
+            call.check_valued(self.declared.name)
             at_once = _trace(()) is compat.TOP_LEVEL or compat.runs_at_once()
             traced = not at_once or any(map(compat.is_tracer, leaves))
-            entry = self._entry(call, traced)
+            program = self._program(call, traced)
             if not (traced and compat.under_jit()):
-                self._warn_and_agree(entry, call)
+                self._warn_and_agree(program, call)
             if traced:
-                return self._call_traced(entry, call)
-        arrays = entry.inputs(leaves) if entry.statics else leaves
+                return self._call_traced(program, call)
+        arrays = program.arrays(leaves) if program.statics.positions else leaves
         try:
             if is_new:
-                with self._around(entry.program):
-                    ready, shown = entry.concrete(arrays)
-                    outputs, back = entry.checked_run(args, kwargs, arrays, ready)
-                self._keep(entry)
+                # The check traces the function. A function that runs without compiling is traced after its
+                # run: what it prints, and the breakpoints where it stops, are to come from the run.
+                uncompiled = compat.jit_disabled()
+                with self._around(program):
+                    ready, shown = program.layout.concrete(arrays)
+                    if not uncompiled:
+                        program.check(ready)
+                    outputs, back = program.run(args, kwargs, arrays, ready)
+                    if uncompiled:
+                        with jax.disable_jit(False), suppress(*compat.NEEDS_VALUES):
+                            program.check(ready)
+                self._keep(program)
             else:
-                ready, shown = entry.concrete(arrays)
+                ready, shown = program.layout.concrete(arrays)
                 # 3. Call the function on every shard, and 4. let what it wrote leave: the program does both.
-                outputs, back = entry.run(args, kwargs, arrays, ready)
+                outputs, back = program.run(args, kwargs, arrays, ready)
         except OtherShapes:
             if is_new:  # The program was found for these shapes.
                 raise
@@ -385,49 +169,53 @@ class Pipeline:
             return self.call(args, kwargs)
         except (RuntimeError, ValueError):
             # Looking for them before the run would cost more than all of the checks above.
-            entry.program.layout.check_alive(arrays)
+            program.check_alive(arrays)
             raise
 
         # 5. Write back.
         if (
             shown is arrays
-            and entry is self._last
-            and entry.by_trees is not None
-            and entry.set_mesh is None
+            and program is self._last
+            and program.by_trees is not None
+            and program.set_mesh is None
         ):
-            is_quick = entry.is_quick(args, kwargs, arrays, (outputs, back), quick is entry)
-            self._quick = entry if is_quick else None
-        result = entry.program.write_back(arrays, shown, outputs, back)
-        if is_new and entry.program.unhashable:
+            is_quick = program.is_quick(args, kwargs, arrays, (outputs, back), quick is program)
+            self._quick = program if is_quick else None
+        result = program.write_back(arrays, shown, outputs, back)
+        if is_new and program.unhashable:
             back.forget()
         return result
 
-    def _call_traced(self, entry: CompiledEntry, call: Call) -> Any:
+    def _call_traced(self, program: Program, call: Call) -> Any:
         """Steps 2 to 5 where arguments are traced, or the call itself is."""
-        name, program, recorded = self.declared.name, entry.program, compat.under_jit()
+        name, recorded = self.declared.name, compat.under_jit()
         self.declared.rules.check_traced(name, call.leaves)
         arrays = program.arrays(call.leaves)
         ready = program.layout.traced(arrays, recorded)
         try:
             with self._around(program, traced=True):
-                outputs, back = entry.traced_run(ready, recorded)
+                outputs, back = program.traced_run(ready, recorded)
         except jax.errors.UnexpectedTracerError as error:
             raise error_listing(
                 jax.errors.UnexpectedTracerError,
                 f"{name}: a traced value outlived its trace. These arguments are traced",
-                program.tracer_paths(ready),
+                [
+                    x.path
+                    for x, array in zip(program.layout.inputs, ready, strict=True)
+                    if compat.is_tracer(array)
+                ],
                 "Return values from the traced function instead of keeping them: a model that is written "
                 "inside `jax.jit` or `jax.grad` leaves it as a result.",
             ) from error
-        self._remember(entry)
+        self._remember(program)
         look = _watching.get()
         if look is not None:
             outputs = look(program, call, outputs, back)
         # What is recorded goes into a jaxpr, which lays out nothing.
         return program.write_back(ready if recorded else arrays, ready, outputs, back)
 
-    def _entry(self, call: Call, traced: bool = False) -> CompiledEntry:
-        """The entry for a call: one that is there, or a new one."""
+    def _program(self, call: Call, traced: bool = False) -> Program:
+        """The program for a call: one that is there, or a new one."""
         declared, rules = self.declared, self.declared.rules
         entries, positional = rules.entries_in, call.positional
         if isinstance(entries, tuple | list) and len(entries) != positional:
@@ -435,43 +223,42 @@ class Pipeline:
         rules = rules.for_call(call, traced)
         mesh = jax.sharding.get_abstract_mesh()
         key = (call.treedef, tuple(map(type, call.leaves)), mesh, traced, rules.key)
-        alike = self._entries.get(key, {})
-        entry: CompiledEntry | None = None
-        # The list is made in one step, because other threads put entries in and take some out meanwhile.
+        alike = self._programs.get(key, {})
+        program: Program | None = None
+        # The list is made in one step, because other threads put programs in and take some out meanwhile.
         for known in [*alike.values()][:1]:
-            tokens = _tokens(known.program, call.leaves)
-            entry = None if tokens is None else alike.get(tokens)
-        if entry is None:
-            program = Program(declared, call, rules, traced)
+            tokens = known.tokens_of(call.leaves)
+            program = None if tokens is None else alike.get(tokens)
+        if program is None:
+            program = Program(declared, call, rules, traced, key)
             # With `looks_ahead` the function is traced once beforehand: its rules depend on what it writes.
             if rules.looks_ahead and (fed := program.fed_to_lanes(call.leaves)):
-                program = Program(declared, call, rules.after(fed), traced)
-            entry = CompiledEntry(program, call, key)
-        entry.context = mesh
-        return entry
+                program = Program(declared, call, rules.after(fed), traced, key)
+        program.context = mesh
+        return program
 
-    def _keep(self, entry: CompiledEntry) -> None:
-        """Keep an entry whose call went through, and try it first at the next call if that may be like it."""
+    def _keep(self, program: Program) -> None:
+        """Keep a program whose call went through, and try it first at the next call that may be like it."""
         rules = self.declared.rules
-        may_be_last = rules.cacheable and not entry.program.unhashable and not self._other_mesh
+        may_be_last = rules.cacheable and not program.unhashable and not self._other_mesh
         if may_be_last and _trace(()) is compat.TOP_LEVEL:
-            self._last = entry
-            entry.set_mesh = _set_mesh() if rules.takes_set_mesh else None
-        self._remember(entry)
+            self._last = program
+            program.set_mesh = _set_mesh() if rules.takes_set_mesh else None
+        self._remember(program)
 
-    def _remember(self, entry: CompiledEntry) -> None:
-        """Keep an entry whose call went through.
+    def _remember(self, program: Program) -> None:
+        """Keep a program whose call went through.
 
         Not before: what is refused while tracing may depend on objects that are no part of the key. And not
         one of a call with which no later call can be compared.
         """
-        if entry.program.unhashable or entry.tokens is None:
+        if program.unhashable or program.tokens is None:
             return
-        alike = self._entries.setdefault(entry.key, {})
+        alike = self._programs.setdefault(program.key, {})
         # Other threads do the same meanwhile, so each of these steps is one that cannot fail.
-        alike.pop(entry.tokens, None)
+        alike.pop(program.tokens, None)
         make_room(alike, _KEPT)
-        alike[entry.tokens] = entry
+        alike[program.tokens] = program
 
     @property
     def _other_mesh(self) -> bool:
@@ -480,20 +267,15 @@ class Pipeline:
 
     def _around(self, program: Program, traced: bool = False) -> AbstractContextManager[Any]:
         """The context of a call: its own mesh, where another one is set."""
-        return program.binding.context(traced) if self._other_mesh else nullcontext()
+        mesh = program.layout.mesh if self._other_mesh else None
+        return nullcontext() if mesh is None else compat.in_mesh(mesh, traced)
 
-    def _check_valued(self, call: Call) -> None:
-        """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up."""
-        if any(isinstance(x, jax.ShapeDtypeStruct) or is_deleted(x) for x in call.leaves):
-            paths = call.paths()
-            check_valued(self.declared.name, [(paths[k], x) for k, x in enumerate(call.leaves)])
-
-    def _warn_and_agree(self, entry: CompiledEntry, call: Call) -> None:
+    def _warn_and_agree(self, program: Program, call: Call) -> None:
         """Say, once for each path, why every call is traced: what is recorded is traced once anyway.
 
         And refuse, once, what another process passes differently.
         """
-        unhashable = entry.program.unhashable
+        unhashable = program.unhashable
         if new := [(path, value) for path, value in unhashable if path not in self._warned]:
             self._warned.update(path for path, _ in new)
             text = listed(
@@ -503,9 +285,7 @@ class Pipeline:
                 MAKE_HASHABLE + "pass the values that the function uses as arrays.",
             )
             warnings.warn(text, errors.RetracedWarning, stacklevel=frames.stacklevel())
-        if not entry.agreed:
-            entry.program.agree(call.leaves)
-            entry.agreed = True
+        program.agree(call.leaves)
 
     def lower(
         self,
@@ -516,35 +296,36 @@ class Pipeline:
         """The call of these arguments, or of others with their shapes and dtypes, lowered."""
         args, kwargs = jax.tree.map(_described, (complete(args), kwargs))
         call = Call(self.declared.fun, args, kwargs)
-        entry = self._entry(call)
-        program = entry.program
+        program = self._program(call)
         inputs = program.layout.abstract(program.arrays(call.leaves))
-        return Lowered(entry.lowered(inputs), program, call.treedef, complete)
+        return Lowered(program.lowered(inputs), program, call.treedef, complete)
 
-    def inspect(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Inspected:
-        """The call of these arguments, traced as the call itself would trace it.
+    def inspect(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[Call, Program, list[Program], jax.stages.Traced, jax.stages.Compiled | None]:
+        """A call that is traced and compiled and not run. The call that follows finds both.
 
-        What it would compile is kept: the call that follows finds it.
+        **Returns:** the call, its program, the programs of calls that differ from it only in static leaves,
+        its trace, and what was compiled: nothing where no devices are known, or where the call runs without
+        compiling.
         """
         call = Call(self.declared.fun, args, kwargs)
-        if gone := [k for k, x in enumerate(call.leaves) if is_deleted(x)]:
-            paths = call.paths()
-            check_valued(self.declared.name, [(paths[k], call.leaves[k]) for k in gone])
+        call.check_valued(self.declared.name, shapes=True)
         shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves)
         has_devices = not shapes and self.declared.rules.has_devices(call.leaves)
         pipeline = self if has_devices else self._of_shapes
-        entry = pipeline._entry(call)
-        program = entry.program
-        arrays = program.arrays(call.leaves)
-        inputs = program.layout.abstract(arrays)
-        around = functools.partial(pipeline._around, program)
-        with around():
-            entry.check_program(inputs)
-            traced = entry.traced(inputs)
-        pipeline._remember(entry)
-        alike = [*pipeline._entries.get(entry.key, {}).values()]
-        rivals = [other for other in alike if other is not entry]
-        return Inspected(call, entry, traced, program.layout.to_move(arrays), rivals, around)
+        program = pipeline._program(call)
+        inputs = program.layout.abstract(program.arrays(call.leaves))
+        compiled = None
+        with pipeline._around(program):
+            program.check(inputs)
+            traced = program.traced(inputs)
+            if self.declared.jit and not isinstance(program.layout.mesh, AbstractMesh):
+                compiled = traced.lower().compile()
+        pipeline._remember(program)
+        alike = [*pipeline._programs.get(program.key, {}).values()]
+        rivals = [other for other in alike if other is not program]
+        return call, program, rivals, traced, compiled
 
     @functools.cached_property
     def _of_shapes(self) -> "Pipeline":
@@ -555,18 +336,13 @@ class Pipeline:
         """The arguments, laid out as the call wants them."""
         call = Call(self.declared.fun, args, kwargs)
         leaves = [*call.leaves]
-        self._check_valued(call)
+        call.check_valued(self.declared.name)
         if traced := [k for k, x in enumerate(leaves) if compat.is_tracer(x)]:
             paths = call.paths()
             raise place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
-        program = self._entry(call).program
-        arrays = program.arrays(leaves)
-        ready, shown = program.layout.concrete(arrays)
-        if program.binding.outside is not None:
-            ready = shown
-        moved = [k for k, x in enumerate(arrays) if shown[k] is not x]
-        ready = program.layout.returned(arrays, ready, moved)
-        for position, x in zip(program.positions, ready, strict=True):
+        program = self._program(call)
+        placed = program.layout.placed(program.arrays(leaves))
+        for position, x in zip(program.positions, placed, strict=True):
             leaves[position] = x
         return call.treedef.unflatten(leaves)[0]
 

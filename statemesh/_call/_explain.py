@@ -11,11 +11,10 @@ The account of a call is made in four steps:
 `_explain/_explanation.py` has the result, and shows it.
 """
 
-import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -27,7 +26,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from .._base._checks import check_function, is_shaped
 from .._base._errors import axes_argument, spec_str
 from .._base._specs import PerShard, Placement
-from .._base._trees import fun_name, is_state, path_str
+from .._base._trees import fun_name, has_packed, is_state, path_str
 from .._base._types import AxisName, Fun, Leaf, PyTree
 from .._explain._compiled import explanation_of
 from .._explain._explanation import NO_AXIS, OWN_SPEC, Explanation, LeafRow, ResultRow
@@ -37,7 +36,7 @@ from .._jax._compat import tree_util
 from .._jax._frames import without_own_frames
 from .._state._state import states_of
 from ._arguments import Call, Unit
-from ._call import CompiledEntry, Pipeline, watching
+from ._call import Pipeline, watching
 from ._packing import Packing
 from ._program import Program
 from ._write_back import Output, WriteBack
@@ -103,7 +102,7 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
         inputs = program.arrays(call.leaves)
         # A tracer must not outlive its trace.
         known = [None if compat.is_tracer(x) else x for x in inputs]
-        records.append((record_of(program, call, outputs, back), known))
+        records.append((CallRecord(program, call, outputs, back), known))
         return marked(len(records) - 1, outputs, inputs)
 
     # The marks of calls hold the keys that the calls have used up already.
@@ -141,16 +140,11 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
 
 def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     """The explanation of one call of a mapping."""
-    inspected = pipeline.inspect(args, kwargs)
-    entry, traced = inspected.entry, inspected.traced
-    program, declared = entry.program, entry.program.declared
-    moved = [program.positions[k] for k in inspected.moved]
+    call, program, rivals, traced, compiled = pipeline.inspect(args, kwargs)
+    declared, layout = program.declared, program.layout
+    moved = [program.positions[k] for k in layout.to_move(program.arrays(call.leaves))]
     outputs, back = traced.out_info
-    record = record_of(program, inspected.call, outputs, back, moved)
-    compiled = None
-    if declared.jit and not isinstance(record.mesh, AbstractMesh):
-        with inspected.around():
-            compiled = traced.lower().compile()
+    record = CallRecord(program, call, outputs, back, moved)
     donated = any(info.donated for info in jax.tree.leaves(traced.args_info))
     return explanation_of(
         name=declared.name,
@@ -159,22 +153,21 @@ def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, An
         results=record.results,
         jaxpr=traced.jaxpr,
         compiled=compiled,
-        arguments=[x.path for x in program.layout.inputs],
+        arguments=[x.path for x in layout.inputs],
         outputs=record.outputs,
         calls=[record.mapped],
         donates_in_vain=declared.donate != "none" and not donated,
-        changing_statics=_changing_statics(entry, inspected.rivals),
+        changing_statics=_changing_statics(program, rivals),
     )
 
 
-def _changing_statics(entry: CompiledEntry, rivals: Sequence[CompiledEntry]) -> list[str]:
+def _changing_statics(program: Program, rivals: Sequence[Program]) -> list[str]:
     """The paths of static leaves and fields that make calls compile anew: they cannot be hashed, or more than
     one program was compiled for their values already."""
-    program = entry.program
     if program.unhashable:
         return [path for path, _ in program.unhashable]
     tokens, paths = program.statics.tokens or [], program.call.paths()
-    others = [rival.program.statics.tokens or [] for rival in rivals]
+    others = [rival.statics.tokens or [] for rival in rivals]
     return [
         paths[position]
         for k, position in enumerate(program.statics.positions)
@@ -182,9 +175,14 @@ def _changing_statics(entry: CompiledEntry, rivals: Sequence[CompiledEntry]) -> 
     ]
 
 
-@dataclasses.dataclass(frozen=True)
 class CallRecord:
     """What is known of a mapped call once it is traced. It holds no arrays.
+
+    **Arguments:**
+
+    - `program`, `call`: the call.
+    - `outputs`, `back`: what the program makes, and how the result is put together.
+    - `moved`: the positions of the leaves that the call lays out anew before it runs.
 
     **Attributes:**
 
@@ -196,87 +194,75 @@ class CallRecord:
     - `mapped`: what a policy merges into the outputs.
     """
 
-    mesh: object
-    sizes: Mapping[AxisName, int]
-    leaves: Sequence[tuple[LeafRow, int]]
-    results: Sequence[ResultRow]
-    outputs: Sequence[str]
-    mapped: Mapped
-
-
-def record_of(
-    program: Program,
-    call: Call,
-    outputs: Sequence[Leaf],
-    back: WriteBack,
-    moved: Sequence[int] = (),
-) -> CallRecord:
-    """The record of a call.
-
-    **Arguments:**
-
-    - `program`, `call`: the call.
-    - `outputs`, `back`: what the program makes, and how the result is put together.
-    - `moved`: the positions of the leaves that the call lays out anew before it runs.
-    """
-    rows = _Rows(program, call, back, moved)
-    flat = jax.tree_util.tree_flatten_with_path(back.result)[0]
-    paths = {
-        s.index: path_str(keys, f"{rows.name}(...)") for keys, s in flat if isinstance(s, Output)
-    }
-    merged = [tuple(path for path in states if path in rows.merged) for states in rows.states]
-    return CallRecord(
-        mesh=rows.mesh,
-        sizes=dict(rows.sizes),
-        leaves=rows.leaves(),
-        results=rows.results(outputs),
-        outputs=[states[0] if states else paths.get(k, "") for k, states in enumerate(rows.states)],
-        mapped=Mapped(rows.name, tuple(merged)),
-    )
-
-
-class _Rows:
-    """Makes the rows of a call."""
-
-    def __init__(self, program: Program, call: Call, back: WriteBack, moved: Sequence[int]) -> None:
-        self.program, self.back, self.moved = program, back, frozenset(moved)
+    def __init__(
+        self,
+        program: Program,
+        call: Call,
+        outputs: Sequence[Leaf],
+        back: WriteBack,
+        moved: Sequence[int] = (),
+    ) -> None:
         self.name = program.declared.name
-        self.sizes = program.binding.sizes
-        self.mesh = getattr(program.binding, "mesh", None)
-        self.packing = Packing(call)
-        self.inputs = {x.position: x for x in program.run.inputs}
-        self.packed = {at.position for at in self.packing.origins if at.group is not None}
-        self.forwarded = {program.positions[number] for number in back.forwarded}
-        self.merged = {path: (policy, axes) for path, policy, axes in back.merged}
+        self.mesh = program.layout.mesh
+        self.sizes = dict(program.layout.sizes)
+        self._program, self._back, self._moved = program, back, frozenset(moved)
+        packing = Packing(call) if has_packed((call.args, call.kwargs)) else None
+        # For each leaf of the unpacked arguments the leaf of the arguments that it is, or is in.
+        origins = [] if packing is None else packing.origins
+        sources = [at.position for at in origins] or range(len(call.leaves))
+        call = call if packing is None else packing.unpacked(call)
+        self._inputs = {x.position: x for x in program.instance.inputs}
+        self._packed = {at.position for at in origins if at.group is not None}
+        self._forwarded = {program.positions[number] for number in back.forwarded}
+        self._merged = {path: (policy, axes) for path, policy, axes in back.merged}
         # For each output the paths of the written states that it belongs to. One buffer holds many.
-        self.states: list[list[str]] = [[] for _ in back.placements]
+        self._states: list[list[str]] = [[] for _ in back.placements]
         for index, path in back.written:
-            self.states[index].append(path)
+            self._states[index].append(path)
         # For each leaf of a written state, by the state's path and its number in it, the output that it is.
-        self.outputs: dict[tuple[str, int | None], int] = {}
+        self._output_of: dict[tuple[str, int | None], int] = {}
         for node in states_of(back.result):
             for k, source in enumerate(tree_util.tree_leaves(node)):
                 if isinstance(source, Output):
-                    for path in self.states[source.index]:
-                        self.outputs.setdefault((path, k), source.index)
+                    for path in self._states[source.index]:
+                        self._output_of.setdefault((path, k), source.index)
         for index, path in back.written:
-            self.outputs.setdefault((path, None), index)
-
-    def leaves(self) -> list[tuple[LeafRow, int]]:
-        numbers = {position: k for k, position in enumerate(self.program.positions)}
-        return [
-            (self._leaf(unit, k, position), numbers[self.packing.positions[position]])
-            for unit in self.packing.call.flat_units()
+            self._output_of.setdefault((path, None), index)
+        numbers = {position: k for k, position in enumerate(program.positions)}
+        self.leaves = [
+            (
+                self._leaf(unit, k, call.leaves[position], sources[position]),
+                numbers[sources[position]],
+            )
+            for unit in call.flat_units()
             for k, position in enumerate(unit.positions)
-            if position in self.inputs
+            if position in self._inputs
         ]
+        self.results = self._results({unit.path for unit in call.states()}, outputs)
+        flat = jax.tree_util.tree_flatten_with_path(back.result)[0]
+        paths = {
+            s.index: path_str(keys, f"{self.name}(...)")
+            for keys, s in flat
+            if isinstance(s, Output)
+        }
+        self.outputs = [
+            states[0] if states else paths.get(k, "") for k, states in enumerate(self._states)
+        ]
+        merged = [tuple(path for path in states if path in self._merged) for states in self._states]
+        self.mapped = Mapped(self.name, tuple(merged))
 
-    def _leaf(self, unit: Unit, k: int, position: int) -> LeafRow:
-        leaf = self.packing.call.leaves[position]
-        placement = self.inputs[position].placement
+    def _leaf(self, unit: Unit, k: int, leaf: Leaf, source: int) -> LeafRow:
+        """The row of one leaf of a unit.
+
+        **Arguments:**
+
+        - `k`: its number in the unit.
+        - `source`: the position of the leaf of the arguments that it is, or is packed into.
+        """
+        position = unit.positions[k]
+        placement = self._inputs[position].placement
         shape, dtype = np.shape(leaf), _dtype(leaf)
         shard_shape, held = self._part(shape, dtype, placement)
-        source = self.packing.positions[position]
         hosted = isinstance(leaf, np.ndarray | np.generic)
         kind = "NumPy array" if hosted else "array" if unit.shaped else "number"
         return LeafRow(
@@ -287,10 +273,10 @@ class _Rows:
             shard_shape=shard_shape,
             enters=self._spelt(placement),
             split=tuple(placement.axes) if self.sizes else (),
-            placed_by=self.inputs[position].placed_by,
+            placed_by=self._inputs[position].placed_by,
             leaves=self._leaving(unit, k, source, placement),
             bytes=held,
-            moved=held if source in self.moved else 0,
+            moved=held if source in self._moved else 0,
             call=self.name,
             whole=self._whole(position, shape, placement),
         )
@@ -300,7 +286,7 @@ class _Rows:
         spec = placement.written
         if placement.axis_names or not shape or not isinstance(spec, PartitionSpec):
             return ""
-        if len(spec) != len(shape) or self.inputs[position].placed_by != OWN_SPEC:
+        if len(spec) != len(shape) or self._inputs[position].placed_by != OWN_SPEC:
             return ""
         odd = [name for name in self._splitting if all(n % self.sizes[name] for n in shape)]
         sizes = " or ".join(f"{name}={self.sizes[name]}" for name in odd)
@@ -314,40 +300,40 @@ class _Rows:
         """
         count = Counter(
             name
-            for x in self.inputs.values()
+            for x in self._inputs.values()
             if x.placed_by == OWN_SPEC
             for name in x.placement.axis_names
         )
         return [name for name in self.sizes if count[name] == max(count.values(), default=-1)]
 
     def _leaving(self, unit: Unit, k: int, source: int, entered: Placement) -> str:
-        is_packed = source in self.packed
-        index = self.outputs.get((unit.path, k)) if unit.kind is not None else None
+        is_packed = source in self._packed
+        index = self._output_of.get((unit.path, k)) if unit.kind is not None else None
         if index is None and is_packed:
-            index = self.outputs.get((unit.path, None))
+            index = self._output_of.get((unit.path, None))
         if index is None:
-            return "untouched" if source in self.forwarded else "not returned"
-        placement = self.back.placements[index]
+            return "untouched" if source in self._forwarded else "not returned"
+        placement = self._back.placements[index]
         text = "written"
         if placement != entered and not is_packed:
             text += f" to {self._spelt(placement)}"
         # A key goes on by itself: nothing is merged.
-        by_kind = self.inputs[unit.positions[k]].placed_by == "its kind"
-        if unit.path in self.merged and not by_kind:
-            policy, axes = self.merged[unit.path]
+        by_kind = self._inputs[unit.positions[k]].placed_by == "its kind"
+        if unit.path in self._merged and not by_kind:
+            policy, axes = self._merged[unit.path]
             text += f", {policy} over {axes_argument(axes)!r}"
         return text
 
-    def results(self, outputs: Sequence[Leaf]) -> list[ResultRow]:
-        arguments = {unit.path for unit in self.packing.call.states()}
+    def _results(self, arguments: set[str], outputs: Sequence[Leaf]) -> list[ResultRow]:
+        """The rows of the result. `arguments`: the paths of the states that were passed."""
         rows = []
-        for keys, node in jax.tree_util.tree_flatten_with_path(self.back.result, is_state)[0]:
+        for keys, node in jax.tree_util.tree_flatten_with_path(self._back.result, is_state)[0]:
             for source in tree_util.tree_leaves(node):
                 if not isinstance(source, Output):
                     continue
-                if arguments.intersection(self.states[source.index][:1]):
+                if arguments.intersection(self._states[source.index][:1]):
                     continue
-                x, placement = outputs[source.index], self.back.placements[source.index]
+                x, placement = outputs[source.index], self._back.placements[source.index]
                 shard_shape, held = self._part(x.shape, x.dtype, placement)
                 rows.append(
                     ResultRow(
@@ -373,7 +359,7 @@ class _Rows:
 
     def _spelt(self, placement: Placement) -> str:
         """A placement as the user would type it."""
-        if self.program.declared.rules.what == "in_axes":
+        if self._program.declared.rules.what == "in_axes":
             return "all lanes" if placement.axis is None else f"axis {placement.axis}"
         if placement.axis is not None:
             return repr(PerShard(*placement.axes[0]))

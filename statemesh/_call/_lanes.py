@@ -1,23 +1,24 @@
-"""Step 2, lanes: which axis of each leaf is mapped over, and how many lanes that makes."""
+"""Lanes: which axis of each leaf is mapped over, how many lanes that makes, and how one `vmap` runs them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from .._base._errors import BatchAxisError, counted, error_listing
-from .._base._specs import is_axis
+from .._base._errors import BatchAxisError, StatemeshError, counted, error_listing
+from .._base._specs import Placement, is_axis
 from .._base._trees import describe
 from .._base._types import AxisName, Filter, Leaf, StateAxes
+from .._jax import _compat as compat
 from .._state._filters import first_matches
 from .._state._state import states_of
 from .._state._values import strong
-from ._agreement import Passed, Traced
-from ._layout import MeshLayout
-from ._placement import Input, deleted, is_deleted
+from ._arguments import Input
+from ._layout import Run
 from ._specs import UNDECLARED, not_an_axis
+from ._varying import FromTypes, VaryingAxes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,17 +135,50 @@ def choose_axes(
     return [UNDECLARED if hit is None else pairs[hit][1] for hit in hits]
 
 
-class LaneLayout:
-    """The inputs of a program that runs over lanes: wherever they lie, they are taken.
+class OtherShapes(Exception):
+    """Inputs of other shapes than those that a program was resolved for: another one is needed."""
+
+
+class OneShape:
+    """Takes inputs of the shapes that it first met, and no others."""
+
+    shapes: tuple[Any, ...] | None = None
+
+    def check(self, arrays: Sequence[Leaf]) -> None:
+        """Refuse inputs of other shapes."""
+        shapes = tuple(map(np.shape, arrays))
+        if self.shapes is None:
+            self.shapes = shapes
+        if self.shapes != shapes:
+            raise OtherShapes
+
+
+@dataclasses.dataclass(eq=False)
+class OnLanes(OneShape):
+    """Where a program runs: all instances in one `jax.vmap`. Inputs are taken wherever they lie.
 
     **Arguments:**
 
     - `fun_name`: for messages.
-    - `inputs`: the inputs.
+    - `axis_name`: what collectives call the lanes.
+    - `axis_size`: how many there are to be; `None` where the inputs alone say it.
+    - `spmd_axis_name`: the mesh axes over which the compiler is to spread them.
+    - `fixed`: whether the program is for inputs of one shape only.
     """
 
-    def __init__(self, fun_name: str, inputs: Sequence[Input]) -> None:
-        self.fun_name = fun_name
+    fun_name: str
+    axis_name: AxisName
+    axis_size: int | None
+    spmd_axis_name: Any
+    fixed: bool
+
+    mesh: ClassVar[None] = None
+    shared: ClassVar[None] = None
+    sizes: ClassVar[Mapping[AxisName, int]] = {}
+    spread: ClassVar[bool] = False
+
+    def expect(self, inputs: Sequence[Input], donating: bool) -> None:
+        """Take note, once, of the inputs that each run will have."""
         self.inputs = inputs
         self.to_strong = [k for k, source in enumerate(inputs) if source.strong]
         # Not arrays of JAX yet: they do not come back as they went in. A tracer is one, by another type.
@@ -154,20 +188,9 @@ class LaneLayout:
         )
 
     def check(self, arrays: Sequence[Leaf]) -> None:
-        """Axes and sizes are checked where lanes are counted."""
-
-    def agree(self, arrays: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
-        """There are no other processes."""
-
-    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
-        """What `trace` returns: there are no other processes."""
-        return trace()
-
-    def check_alive(self, arrays: Sequence[Leaf]) -> None:
-        """Refuse arrays whose buffers were given up."""
-        gone = [source.path for source, x in zip(self.inputs, arrays, strict=True) if is_deleted(x)]
-        if gone:
-            raise deleted(self.fun_name, gone)
+        """Refuse other shapes. Axes and sizes are checked where lanes are counted."""
+        if self.fixed:
+            super().check(arrays)
 
     def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""
@@ -179,6 +202,10 @@ class LaneLayout:
         for k in weak:
             ready[k] = strong(arrays[k])
         return ready, ready
+
+    def placed(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
+        """Arrays as the program takes them."""
+        return self.concrete(arrays)[0]
 
     def to_move(self, arrays: Sequence[Leaf]) -> list[int]:
         """The inputs that a call lays out anew: lanes have no layout."""
@@ -206,30 +233,61 @@ class LaneLayout:
             jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in arrays
         ]
 
+    def count(self, arrays: Sequence[Leaf]) -> int | None:
+        """The number of lanes."""
+        mapped = [
+            (source.path, source.placement.axis, x)
+            for source, x in zip(self.inputs, arrays, strict=True)
+            if source.placement.axis is not None
+        ]
+        return count_lanes(self.fun_name, mapped, self.axis_size)
 
-class OtherShapes(Exception):
-    """Inputs of other shapes than those that a program was resolved for: another one is needed."""
+    def varying(self) -> VaryingAxes:
+        """How one run learns which values differ between lanes."""
+        return FromTypes((self.axis_name,))
 
+    def call(self, run: Run, arrays: Sequence[Leaf]) -> list[Leaf]:
+        """Run every lane, and put its outputs together."""
+        # Filled while tracing, as the out specs of a `shard_map` are.
+        out_axes: list[int | None] = []
 
-class _Fixed:
-    """A layout for inputs of the shapes that it first met."""
+        def lane(*parts: Leaf) -> list[Leaf]:
+            outputs, placements = run(*parts)
+            out_axes[:] = [placement.axis for placement in placements]
+            return outputs
 
-    shapes: tuple[Any, ...] | None = None
+        lane.__name__ = lane.__qualname__ = self.fun_name
+        mapped = jax.vmap(
+            lane,
+            in_axes=tuple(x.placement.axis for x in self.inputs),
+            out_axes=out_axes,
+            axis_name=self.axis_name,
+            axis_size=self.count(arrays),
+            spmd_axis_name=self.spmd_axis_name,
+        )
+        try:
+            outputs: list[Leaf] = mapped(*arrays)
+        except (AssertionError, ValueError) as error:
+            # A collective over lanes fails where a mesh types what varies. JAX says so without words, or in
+            # words that do not mention lanes.
+            lanes = self.axis_name
+            if not compat.inside_checked_shard_map() or not compat.in_collective_over(error, lanes):
+                raise
+            raise StatemeshError(
+                f"{self.fun_name}: inside a checked shard_map JAX has no collectives over the lanes of a "
+                f"vmap ({lanes!r}). Write instead:\n"
+                f"  1. statemesh's own, which run over lanes there: sm.psum(x, {lanes!r}), or sm.pmean, "
+                "sm.pmax, sm.pmin, sm.all_gather, sm.axis_index;\n"
+                "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges "
+                "the lanes' writes;\n"
+                "  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as "
+                "with jnp.sum(out, axis=0)."
+            ) from error
+        return outputs
 
-    def check(self, arrays: Sequence[Leaf]) -> None:
-        shapes = tuple(map(np.shape, arrays))
-        if self.shapes is None:
-            self.shapes = shapes
-        if self.shapes != shapes:
-            raise OtherShapes
-
-
-class FixedMeshLayout(_Fixed, MeshLayout):
-    """A `MeshLayout` for inputs of one shape: of lanes that each have a device."""
-
-
-class FixedLaneLayout(_Fixed, LaneLayout):
-    """A `LaneLayout` for inputs of one shape."""
+    def own_parts(self, outputs: list[Leaf], placements: Sequence[Placement]) -> list[Leaf]:
+        """The outputs: there are no other processes."""
+        return outputs
 
 
 def _lanes_disagree(

@@ -274,7 +274,6 @@ class StatefulMapping(Generic[Params, Result]):
             )
         rules = dataclasses.replace(rules, mesh=mesh)
         declared = dataclasses.replace(self._declared, rules=rules, donate="none")
-        declared.check()
         return StatefulMapping(declared, None, self._bound, self._boxes)
 
     def __repr__(self) -> str:

@@ -107,9 +107,9 @@ def resolve_mesh(
         mesh = context
     if recorded or isinstance(mesh, Mesh):
         return mesh
-    there = compat.concrete_context_mesh()
+    concrete = compat.concrete_context_mesh()
     # Inside another mapped call, the mesh that is set does not show the axes that the call has taken.
-    return mesh if there is None or there.abstract_mesh != mesh else there
+    return mesh if concrete is None or concrete.abstract_mesh != mesh else concrete
 
 
 def one_device_mesh(declared: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
@@ -167,15 +167,15 @@ def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Leaf]) -> Mesh:
     meshes: list[Mesh] = []
     for leaf in map(compat.concrete_value, leaves):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            there = leaf.sharding.mesh
-            if there.abstract_mesh != mesh:
+            here = leaf.sharding.mesh
+            if here.abstract_mesh != mesh:
                 raise SpecError(
-                    f"an argument, {describe(leaf)}, lies on {mesh_str(there)}, but shard_map was given the "
+                    f"an argument, {describe(leaf)}, lies on {mesh_str(here)}, but shard_map was given the "
                     f"AbstractMesh {mesh_str(mesh)}, which takes its devices from the arguments. Put the "
                     "arguments on a mesh with these axes, or give shard_map the mesh that they lie on."
                 )
-            if isinstance(there, Mesh):
-                meshes.append(there)
+            if isinstance(here, Mesh):
+                meshes.append(here)
     if not meshes:
         raise SpecError(
             f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Pass arrays that lie on a "
@@ -258,11 +258,11 @@ def check_specs(
         lacking = "that the call does not map over"
         if set(unknown).isdisjoint(left):
             lacking = "the mesh does not have"
-        mend = f"The axes to map over are {quoted(names)} of {mesh_str(mesh)}"
-        mend += f"; {quoted(left)} is not mapped over." if left else "."
+        advice = f"The axes to map over are {quoted(names)} of {mesh_str(mesh)}"
+        advice += f"; {quoted(left)} is not mapped over." if left else "."
         if PartitionSpec.UNCONSTRAINED in unknown:
-            mend += " A mapped call must know how each axis is split: write None for one that is not split."
-        raise error_listing(SpecError, f"specs name axes {lacking}", unknown_items, mend)
+            advice += " A mapped call must know how each axis is split: write None for one that is not split."
+        raise error_listing(SpecError, f"specs name axes {lacking}", unknown_items, advice)
     if twice_items:
         raise error_listing(
             SpecError, "a mesh axis can split only one axis of an array", twice_items

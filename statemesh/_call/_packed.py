@@ -23,7 +23,7 @@ from .._base._errors import (
 from .._base._trees import (
     PackedNode,
     describe,
-    is_packed,
+    has_packed,
     is_state,
     is_state_or_packed,
     path_str,
@@ -35,9 +35,9 @@ from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._state import ParamState, State
 from ._agreement import check_same_arrays
-from ._layout import placed_states, shardings
+from ._arguments import check_valued
+from ._layout import placed_states, shardings, traced_onto
 from ._mesh import check_mesh, check_specs, manual_names, mesh_for_traced
-from ._placement import check_valued, traced_onto
 from ._specs import SpecPlacement
 
 
@@ -109,10 +109,6 @@ class Group:
                 "positions. Change shapes in the model, and pack the model anew."
             )
 
-    def join(self, parts: Sequence[Leaf]) -> PyTree:
-        """A shard's part of the buffer, made of its parts of the arrays."""
-        return written_end_to_end(parts)
-
     def array(self, buffer: Leaf, number: int) -> PyTree:
         """One whole array, taken out of the buffer."""
         slot = self.slots[number]
@@ -144,7 +140,9 @@ class Group:
             ]
             # Each shard joins its own parts: JAX does not split or merge dimensions over Explicit axes.
             out_specs = self.placement.spec
-            join = jax.shard_map(self.join, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
+            join = jax.shard_map(
+                written_end_to_end, mesh=mesh, in_specs=(specs,), out_specs=out_specs
+            )
             return join(laid_out)
         if mesh is not None:
             arrays = [np.asarray(x) for x in jax.device_get(list(arrays))]
@@ -247,40 +245,22 @@ class Contents:
                 arrays[g][k] = leaf
         return arrays, rest
 
-    @property
-    def paths(self) -> list[str]:
-        """The path of each unit."""
-        marked = self.unit_def.unflatten([A_LEAF] * self.unit_def.num_leaves)
-        return [path_str(keys) for keys, _ in tree_util.tree_flatten_with_path(marked)[0]]
+    def part(self, groups: Sequence[bool], rest: Sequence[bool]) -> "Contents":
+        """The contents of a model of which parts are missing: gradients have `None` for what is not trained.
 
+        **Arguments:**
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A packed model of which parts may be missing: in gradients `None` stands for what is not trained.
-
-    **Attributes:**
-
-    - `contents`: the contents of the whole model.
-    - `groups`, `rest`: for each buffer, and for each unit that is not packed, whether it is there.
-    """
-
-    contents: Contents
-    groups: tuple[bool, ...]
-    rest: tuple[bool, ...]
-
-    @cached_property
-    def part(self) -> Contents:
-        """The contents of the parts that are there."""
-        if all(self.groups) and all(self.rest):
-            return self.contents
-        whole = self.contents
-        number = {g: k for k, g in enumerate(np.flatnonzero(self.groups).tolist())}
-        rest = iter(self.rest)
+        - `groups`, `rest`: for each buffer, and for each unit that is not packed, whether it is there.
+        """
+        if all(groups) and all(rest):
+            return self
+        number = {g: k for k, g in enumerate(np.flatnonzero(groups).tolist())}
+        others = iter(rest)
         units: list[Leaf] = []
         states: list[PackedState | None] = []
-        for state in whole.states:
+        for state in self.states:
             arrays = state and [A_LEAF if g in number else None for g, _ in state[1]]
-            if not (any(arrays) if arrays else next(rest)):
+            if not (any(arrays) if arrays else next(others)):
                 units.append(None)
                 continue
             units.append(A_LEAF)
@@ -289,9 +269,15 @@ class Form:
                 places = tuple((number[g], k) for g, k in state[1] if g in number)
                 state = structure, places
             states.append(state)
-        unit_def = tree_util.tree_structure(whole.unit_def.unflatten(units))
-        groups = tuple(whole.groups[g] for g in number)
-        return Contents(whole.root, unit_def, tuple(states), groups, whole.sizes)
+        unit_def = tree_util.tree_structure(self.unit_def.unflatten(units))
+        present = tuple(self.groups[g] for g in number)
+        return Contents(self.root, unit_def, tuple(states), present, self.sizes)
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of each unit."""
+        marked = self.unit_def.unflatten([A_LEAF] * self.unit_def.num_leaves)
+        return [path_str(keys) for keys, _ in tree_util.tree_flatten_with_path(marked)[0]]
 
 
 A_LEAF = object()
@@ -346,13 +332,12 @@ class Packed(PackedNode):
     def __reduce__(self) -> tuple[object, ...]:
         return Packed, (self.buffers, self._rest, self._contents)
 
-    @classmethod
-    def of(cls, buffers: Sequence[Leaf], rest: Sequence[Leaf], form: Form) -> "Packed":
-        """A `Packed` of this form, made of the buffers and the other units that are there."""
+    def _refilled(self, buffers: Sequence[Leaf], rest: Sequence[Leaf]) -> "Packed":
+        """A `Packed` with other values for the parts that are there."""
         values = iter([*buffers, *rest])
-        all_buffers = [next(values) if there else None for there in form.groups]
-        all_rest = [next(values) if there else None for there in form.rest]
-        return cls(all_buffers, all_rest, form.contents)
+        old = self.buffers, self._rest
+        new = [[x if x is None else next(values) for x in parts] for parts in old]
+        return Packed(new[0], new[1], self._contents)
 
     def unpack(self) -> PyTree:
         """The model, bit for bit as it was packed or as calls have left it.
@@ -367,14 +352,17 @@ class Packed(PackedNode):
         return contents.model([arrays_of(*pair) for pair in pairs], rest)
 
     @property
-    def _form(self) -> Form:
-        there = [tuple(x is not None for x in some) for some in (self.buffers, self._rest)]
-        return Form(self._contents, *there)
+    def _present_contents(self) -> Contents:
+        """The contents of the parts that are there."""
+        groups, rest = ([x is not None for x in parts] for parts in (self.buffers, self._rest))
+        return self._contents.part(groups, rest)
 
     def _present(self) -> tuple[Contents, list[Leaf], list[Leaf]]:
-        """The contents, buffers and other units that are there: the missing ones are left out."""
-        buffers, rest = ([x for x in some if x is not None] for some in (self.buffers, self._rest))
-        return self._form.part, buffers, rest
+        """The contents, buffers and other units that are there."""
+        buffers, rest = (
+            [x for x in parts if x is not None] for parts in (self.buffers, self._rest)
+        )
+        return self._present_contents, buffers, rest
 
     @property
     def states(self) -> "_States":
@@ -438,7 +426,7 @@ class _States(Mapping[str, State]):
 
 def with_models(tree: PyTree, arrays_of: Callable[[Group, Leaf], list[Leaf]]) -> PyTree:
     """A tree with every `Packed` replaced by its model, whose arrays `arrays_of` makes of each buffer."""
-    if not any(map(is_packed, tree_util.tree_leaves(tree, is_leaf=is_state_or_packed))):
+    if not has_packed(tree):
         return tree
     model = lambda node: node._model(arrays_of) if isinstance(node, Packed) else node
     return tree_util.tree_map(model, tree, is_leaf=is_state_or_packed)
@@ -461,7 +449,7 @@ def members(tree: PyTree) -> list[list[int]]:
             members.append([start])
             start += 1
             continue
-        contents = node._form.part
+        contents = node._present_contents
         of_buffers: list[list[int]] = [[] for _ in contents.groups]
         rest: list[list[int]] = []
         for number, state in enumerate(contents.states, start):
@@ -539,7 +527,7 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
         ```
     """
     check_mesh("pack", mesh)
-    if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
+    if has_packed(model):
         raise errors.invalid_argument("pack", "model", model)
     units = [
         (path, node, placements if _is_packable(node) else None)
@@ -556,7 +544,7 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
     check_valued("pack", named)
     check_same_arrays("pack", mesh, named)
     # The arrays in each buffer, by what they have in common.
-    buffers: dict[Hashable, list[tuple[Slot, Leaf]]] = {}
+    buffers: dict[tuple[Dtype, frozenset[AxisName], bool], list[tuple[Slot, Leaf]]] = {}
     states: list[PackedState | None] = []
     for path, node, placements in units:
         if placements is None:
@@ -573,10 +561,7 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
             inside.append((_slot(shown, np.shape(x), placement, mesh), x))
         states.append((structure, tuple(places)))
     groups = tuple(
-        _group(
-            jax.dtypes.canonicalize_dtype(inside[0][1].dtype), [slot for slot, _ in inside], mesh
-        )
-        for inside in buffers.values()
+        _group(dtype, [slot for slot, _ in inside], mesh) for (dtype, *_), inside in buffers.items()
     )
     unit_def = tree_util.tree_structure(model, is_leaf=is_state)
     contents = Contents(type(model), unit_def, tuple(states), groups, tuple(mesh.shape.items()))
@@ -628,7 +613,7 @@ def _repacked(packed: Packed, new: PyTree, old: PyTree) -> Packed:
         buffer if is_same else group.buffer(inside, _mesh_of(buffer))
         for group, buffer, inside, is_same in each
     ]
-    return Packed.of(buffers, rest, packed._form)
+    return packed._refilled(buffers, rest)
 
 
 def _mesh_of(buffer: Leaf) -> AnyMesh | None:
@@ -659,7 +644,7 @@ def packed_placements(tree: PyTree) -> list[Sequence[SpecPlacement] | None]:
         if not isinstance(node, Packed):
             placements.append(None)
             continue
-        contents = node._form.part
+        contents = node._present_contents
         slots = [group.slots for group in contents.groups]
         for state in contents.states:
             placements.append(state and [slots[g][k].placement for g, k in state[1]])
@@ -671,8 +656,8 @@ def repack(packed: Packed, model: PyTree, mesh: Mesh) -> Packed:
 
     **Raises:** `SpecError` for placements that do not fit the mesh.
     """
-    form = packed._form
-    slots = [slot for group in form.contents.groups for slot in group.slots]
+    old = packed._contents
+    slots = [slot for group in old.groups for slot in group.slots]
     named = [(f"the spec of {slot.path}", slot.placement.spec) for slot in slots]
     check_specs(named, mesh, manual_names(mesh, ()))
 
@@ -683,13 +668,13 @@ def repack(packed: Packed, model: PyTree, mesh: Mesh) -> Packed:
             shape = (math.prod(mesh.shape[name] for name in slot.placement.axes[0]), *shape[1:])
         return _slot(slot.path, shape, slot.placement, mesh)
 
-    old = form.contents
     groups = tuple(_group(x.dtype, [*map(on_mesh, x.slots)], mesh) for x in old.groups)
     contents = dataclasses.replace(old, groups=groups, sizes=tuple(mesh.shape.items()))
-    form = dataclasses.replace(form, contents=_known.setdefault(contents, contents))
-    arrays, rest = form.part.arrays(model)
-    pairs = zip(form.part.groups, arrays, strict=True)
-    return Packed.of([group.buffer(inside, mesh) for group, inside in pairs], rest, form)
+    packed = Packed(packed.buffers, packed._rest, _known.setdefault(contents, contents))
+    there, _, _ = packed._present()
+    arrays, rest = there.arrays(model)
+    pairs = zip(there.groups, arrays, strict=True)
+    return packed._refilled([group.buffer(inside, mesh) for group, inside in pairs], rest)
 
 
 def _fixed_packed(attribute: str) -> AttributeError:

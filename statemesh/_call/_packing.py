@@ -1,19 +1,26 @@
 """Translates a call with packed arguments to a call with their models, and back."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
 
+from .._axes._joined import written_end_to_end
 from .._base._errors import SpecError, error_listing, sizes_str, spec_str
 from .._base._specs import Placement
-from .._base._trees import is_packed, is_state, is_state_or_packed
+from .._base._trees import is_state, is_state_or_packed
 from .._base._types import Leaf, PyTree
 from .._jax._compat import tree_util
-from ._arguments import Call
-from ._packed import Contents, Form, Group, Packed, shapes_of, with_models
-from ._placement import Input
+from ._arguments import Call, Input
+from ._packed import Contents, Group, Packed, shapes_of, with_models
+from ._per_shard import Instance
 from ._specs import SpecPlacement
+from ._varying import VaryingAxes
 from ._write_back import Forwarded, Output, WriteBack
+
+
+RunInstance: TypeAlias = Callable[[Sequence[Leaf], VaryingAxes], tuple[list[Leaf], WriteBack]]
+"""Runs one instance on its parts of the inputs; returns its outputs and how the result is put together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,9 +33,7 @@ class _At:
 
 
 class Packing:
-    """A call's arguments with each `Packed` replaced by its model.
-
-    Where nothing is packed, unpacked inputs are the inputs.
+    """A call's arguments with each `Packed` replaced by its model. Calls without any have no `Packing`.
 
     **Arguments:**
 
@@ -36,42 +41,35 @@ class Packing:
 
     **Attributes:**
 
-    - `call`: the arguments unpacked. In the place of an array in a buffer stands its shape.
-    - `positions`: for each of these leaves the leaf of the arguments that it is, or is in.
-    - `origins`: for each of them what it is, if anything is packed.
-    - `forms`: of what is packed.
+    - `origins`: for each leaf of the unpacked arguments what it is.
+    - `models`: what is packed, without arrays, and its contents.
     - `placements`: that of each unpacked input, once the inputs are placed.
-    - `sources`: what each unpacked input is, if anything is packed.
+    - `sources`: what each unpacked input is.
     - `numbers`: the number of the input that each unpacked input is, or is in.
     """
 
     def __init__(self, call: Call) -> None:
-        self.call = call
-        self.origins: list[_At] = []
-        self.positions: Sequence[int] = range(len(call.leaves))
-        nodes = tree_util.tree_leaves((call.args, call.kwargs), is_leaf=is_state_or_packed)
-        self.forms = list(dict.fromkeys(n._form for n in nodes if is_packed(n)))
-        if self.forms:
-            marked = call.treedef.unflatten(map(_At, range(len(call.leaves))))
-            self.origins = tree_util.tree_leaves(with_models(marked, _marks))
-            self.positions = [at.position for at in self.origins]
-            self.call = Call(call.fun, *with_models((call.args, call.kwargs), shapes_of))
+        marked = call.treedef.unflatten(map(_At, range(len(call.leaves))))
+        nodes = tree_util.tree_leaves(marked, is_leaf=is_state_or_packed)
+        self.models = [(n, n._present_contents) for n in nodes if isinstance(n, Packed)]
+        self.origins: list[_At] = tree_util.tree_leaves(with_models(marked, _marks))
+
+    def unpacked(self, call: Call) -> Call:
+        """The arguments unpacked. In the place of an array in a buffer stands its shape."""
+        return Call(call.fun, *with_models((call.args, call.kwargs), shapes_of))
 
     def place(
         self, name: str, unpacked: Sequence[Input], sizes: Mapping[Any, int], call: Call
-    ) -> Sequence[Input]:
+    ) -> list[Input]:
         """A record of each input of the call: of a buffer in place of its arrays.
 
         **Raises:** `SpecError` for what was packed for other sizes of the mesh, or for other placements.
         """
         self.placements = [x.placement for x in unpacked]
-        self.sources = [self.origins[x.position] for x in unpacked if self.forms]
-        self.numbers = list(range(len(unpacked)))
-        if not self.forms:
-            return [*unpacked]
-        for form in self.forms:
-            packed = dict(form.contents.sizes)
-            used = {axis for group in form.part.groups for axis in group.names}
+        self.sources = [self.origins[x.position] for x in unpacked]
+        for _, contents in self.models:
+            packed = dict(contents.sizes)
+            used = {axis for group in contents.groups for axis in group.names}
             if any(sizes.get(axis) != packed[axis] for axis in used):
                 raise SpecError(
                     f"{name}: a model is packed for a mesh with {sizes_str(packed) or 'no axes'}, but this "
@@ -109,10 +107,21 @@ class Packing:
         self.numbers = [numbers[at.position] for at in self.sources]
         return inputs
 
-    def split(self, parts: Sequence[Leaf]) -> Sequence[Leaf]:
+    def around(self, instance: Instance) -> RunInstance:
+        """An instance that takes parts of buffers, and returns models packed again.
+
+        A model is packed again if it has the structure of a packed argument.
+        """
+
+        def run(parts: Sequence[Leaf], varying: VaryingAxes) -> tuple[list[Leaf], WriteBack]:
+            unpacked = self._split(parts)
+            joining = _Joining(self, unpacked, *instance(unpacked, varying))
+            return joining.outputs, joining.back
+
+        return run
+
+    def _split(self, parts: Sequence[Leaf]) -> Sequence[Leaf]:
         """The part of each unpacked input, from an instance's parts of the inputs."""
-        if not self.forms:
-            return parts
         split: dict[int, list[Leaf]] = {}
         unpacked: list[Leaf] = []
         for at, number in zip(self.sources, self.numbers, strict=True):
@@ -120,29 +129,6 @@ class Packing:
                 split[number] = at.group.split(parts[number])
             unpacked.append(parts[number] if at.group is None else split[number][at.slot])
         return unpacked
-
-    def join(
-        self, unpacked: Sequence[Leaf], outputs: list[Leaf], back: WriteBack
-    ) -> tuple[list[Leaf], WriteBack]:
-        """The outputs, with models packed again that have the structure of a packed argument.
-
-        **Arguments:**
-
-        - `unpacked`: the parts of the unpacked inputs.
-        - `outputs`, `back`: what the function's result became.
-        """
-        if not self.forms:
-            return outputs, back
-        joining = _Joining(self, unpacked, outputs, back)
-        result = joining.tree(back.result)
-        return joining.outputs, WriteBack(
-            result,
-            joining.placements,
-            list(dict.fromkeys(self.numbers[k] for k in back.rewritten)),
-            joining.written,
-            [(path, tuple(self.numbers[k] for k in ks)) for path, ks in back.stacked],
-            back.merged,
-        )
 
 
 def _marks(group: Group, at: _At) -> list[_At]:
@@ -162,36 +148,59 @@ def _of_buffer(group: Group, placement: Placement) -> Placement:
     return group.placement if group.names or isinstance(placement, SpecPlacement) else placement
 
 
+# An array of an instance, its placement, and the paths of the written states that it belongs to.
+Leaving: TypeAlias = tuple[Any, Placement, Sequence[str]]
+
+
 class _Joining:
-    """The outputs of one instance, with models joined into buffers."""
+    """The outputs of one instance, with models joined into buffers.
+
+    **Attributes:**
+
+    - `outputs`, `back`: the outputs, and how the result is put together.
+    """
 
     def __init__(
         self, packing: Packing, unpacked: Sequence[Leaf], outputs: list[Leaf], back: WriteBack
     ) -> None:
-        self.packing = packing
-        self.inputs = list(zip(unpacked, packing.placements, strict=True))
-        self.unjoined = list(zip(outputs, back.placements, strict=True))
-        # The paths of the written states that each output belongs to.
-        self.paths: list[list[str]] = [[] for _ in outputs]
+        paths: list[list[str]] = [[] for _ in outputs]
         for index, path in back.written:
-            self.paths[index].append(path)
-        self.outputs: list[Leaf] = []
-        self.placements: list[Placement] = []
-        self.written: list[tuple[int, str]] = []
+            paths[index].append(path)
+        self.packing = packing
+        self.inputs: list[Leaving] = [
+            (x, placement, ()) for x, placement in zip(unpacked, packing.placements, strict=True)
+        ]
+        self.unjoined: list[Leaving] = list(zip(outputs, back.placements, paths, strict=True))
+        self.joined: list[Leaving] = []
+        result = tree_util.tree_map(
+            self._node, back.result, is_leaf=lambda node: self._like(node) is not None
+        )
+        numbers = packing.numbers
+        self.outputs = [x for x, *_ in self.joined]
+        self.back = WriteBack(
+            result,
+            [placement for _, placement, _ in self.joined],
+            list(dict.fromkeys(numbers[k] for k in back.rewritten)),
+            [(k, path) for k, (*_, paths) in enumerate(self.joined) for path in paths],
+            [(path, tuple(numbers[k] for k in ks)) for path, ks in back.stacked],
+            back.merged,
+        )
 
-    def tree(self, result: PyTree) -> Any:
-        def joined(node: PyTree) -> Any:
-            form = self._form(node)
-            return self._leaf(node) if form is None else self._packed(node, form)
+    def _node(self, node: PyTree) -> Any:
+        like = self._like(node)
+        if like is None:
+            return self._leaf(node)
+        packed, contents = like
+        sources, units = contents.arrays(node)
+        rest = [tree_util.tree_map(self._leaf, unit) for unit in units]
+        buffers = [self._buffer(*pair) for pair in zip(contents.groups, sources, strict=True)]
+        return packed._refilled(buffers, rest)
 
-        return tree_util.tree_map(joined, result, is_leaf=lambda node: self._form(node) is not None)
-
-    def _form(self, node: PyTree) -> Form | None:
-        """The form in which a node of the result can be packed: that of an argument with its structure."""
-        form: Form
-        for form in self.packing.forms:
-            if type(node) is form.contents.root and self._fits(node, form.part):
-                return form
+    def _like(self, node: PyTree) -> tuple[Packed, Contents] | None:
+        """The packed argument as which a node of the result can be packed: one of its structure."""
+        for packed, contents in self.packing.models:
+            if type(node) is contents.root and self._fits(node, contents):
+                return packed, contents
         return None
 
     def _fits(self, node: PyTree, contents: Contents) -> bool:
@@ -209,25 +218,16 @@ class _Joining:
                     return False
                 group = contents.groups[g]
                 slot = group.slots[k]
-                x, placement = self._array(source)
+                x, placement, _ = self._array(source)
                 if (x.shape, x.dtype) != (slot.part, group.dtype):
                     return False
                 if not _lies(slot.placement, placement):
                     return False
         return True
 
-    def _array(self, source: Output | Forwarded) -> tuple[Any, Placement]:
-        """An array of the unpacked result, and where it goes."""
+    def _array(self, source: Output | Forwarded) -> Leaving:
+        """An array of the unpacked result."""
         return (self.unjoined if isinstance(source, Output) else self.inputs)[source.index]
-
-    def _paths(self, source: Output | Forwarded) -> list[str]:
-        return self.paths[source.index] if isinstance(source, Output) else []
-
-    def _packed(self, node: PyTree, form: Form) -> Packed:
-        sources, units = form.part.arrays(node)
-        rest = [tree_util.tree_map(self._leaf, unit) for unit in units]
-        buffers = [self._buffer(*pair) for pair in zip(form.part.groups, sources, strict=True)]
-        return Packed.of(buffers, rest, form)
 
     def _buffer(self, group: Group, sources: Sequence[Leaf]) -> Output | Forwarded:
         """A buffer of the result: the one that came in, if none of its arrays was written."""
@@ -237,11 +237,9 @@ class _Joining:
         whole = {packing.numbers[k] for k in numbers}
         if slots == list(range(len(sources))) and len(whole) == 1:
             return Forwarded(whole.pop())
-        placement = _of_buffer(group, self._array(sources[0])[1])
-        paths = [path for source in sources for path in self._paths(source)]
-        return self._emit(
-            group.join([self._array(source)[0] for source in sources]), placement, paths
-        )
+        parts, placements, paths = zip(*map(self._array, sources), strict=True)
+        placement = _of_buffer(group, placements[0])
+        return self._emit(written_end_to_end(parts), placement, [*chain(*paths)])
 
     def _leaf(self, source: Leaf) -> Any:
         """A leaf of the result that is in no buffer."""
@@ -250,11 +248,8 @@ class _Joining:
         packing = self.packing
         if isinstance(source, Forwarded) and packing.sources[source.index].group is None:
             return Forwarded(packing.numbers[source.index])
-        return self._emit(*self._array(source), self._paths(source))
+        return self._emit(*self._array(source))
 
     def _emit(self, x: Leaf, placement: Placement, paths: Sequence[str]) -> Output:
-        number = len(self.outputs)
-        self.outputs.append(x)
-        self.placements.append(placement)
-        self.written += [(number, path) for path in paths]
-        return Output(number)
+        self.joined.append((x, placement, paths))
+        return Output(len(self.joined) - 1)

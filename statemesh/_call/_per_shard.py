@@ -30,9 +30,9 @@ from .._jax._compat import tree_util
 from .._jax._dataflow import sources
 from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
-from ._arguments import Call, Unit, inside_modules
+from ._arguments import Call, Input, Unit, inside_modules
+from ._layout import rank_item
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
-from ._placement import Input, RankMismatch
 from ._rules import Declared, Diverged, Mistakes, Rules, Varying
 from ._varying import VaryingAxes
 from ._write_back import Forwarded, Merged, Output, Static, WriteBack
@@ -498,7 +498,7 @@ class _Leaving:
     def _emit(self, x: Leaf, placement: Placement, path: str) -> Output:
         x = placement.put(jnp.asarray(x))
         if x.ndim < len(placement.axes):
-            self.mistakes.rank.append(RankMismatch(path, x, placement.written))
+            self.mistakes.rank.append(rank_item(path, x, placement.written))
         self.outputs.append(x)
         self.placements.append(placement)
         return Output(len(self.outputs) - 1)

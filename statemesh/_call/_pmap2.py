@@ -216,7 +216,6 @@ def pmap2(
         boxes = Boxes(fn, static) if static else None
         fun = fn if boxes is None else boxes.opened
         declared = Declared("pmap2", fun, fun_name(fn), rules, donated or "none")
-        declared.check()
         # What is static is opened by a function of this mapping's own.
         pipeline = shared_pipeline(declared) if boxes is None else None
         return StatefulMapping(declared, pipeline, boxes=boxes)

@@ -1,4 +1,4 @@
-"""Step 2 with several processes: each has a part of every array on its own devices."""
+"""Lanes that each have a device, of one process or of several: each has a part of every array."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,12 @@ from jax.sharding import Mesh, NamedSharding
 from .._base._errors import BatchAxisError, counted, error_listing
 from .._base._specs import Placement
 from .._base._trees import describe
-from .._base._types import AxisName, Leaf
-from ._agreement import Passed, array_passed
-from ._arguments import Call
-from ._lanes import FixedMeshLayout, fits
-from ._placement import Input, is_own
+from .._base._types import Leaf
+from ._agreement import Passed, array_passed, is_own
+from ._arguments import Call, Input, check_alive
+from ._lanes import OneShape, fits
+from ._layout import OnMesh
+from ._varying import FromDataflow, VaryingAxes
 
 
 def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
@@ -24,68 +25,85 @@ def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
     return [device for device in devices if device.process_index == mine]
 
 
-class _OwnLayout(FixedMeshLayout):
-    """The inputs of this process, laid out on its own devices."""
-
-    def _moved(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        self.check_alive(arrays)
-        whole = [k for k in self.on_device if not arrays[k].is_fully_addressable]
-        if whole:
-            arrays = list(arrays)
-            for k in whole:
-                # All processes hold the same value, as a `shard_map` returns it.
-                if arrays[k].is_fully_replicated:
-                    arrays[k] = _rewrapped(arrays[k], arrays[k].shape, self.targets[k])
-        return super()._moved(arrays)
-
-
-class LanesOfProcesses(FixedMeshLayout):
-    """A layout for lanes on the devices of several processes.
-
-    Every process passes the lanes of its own devices, and whole what all lanes share.
+class OnDevices(OneShape, OnMesh):
+    """Where a program runs: lanes that each have a device. In all else they are like the lanes of a `vmap`.
 
     **Arguments:**
 
-    - `own`: the part of the mesh that is this process's.
+    - `fun_name`: for messages.
+    - `mesh`: the mesh, of one axis.
     """
 
-    def __init__(
-        self,
-        fun_name: str,
-        mesh: Mesh,
-        own: Mesh,
-        axis_names: Sequence[AxisName],
-        inputs: Sequence[Input],
-        donating: bool,
-    ) -> None:
-        super().__init__(fun_name, mesh, axis_names, inputs, donating)
-        self.own_layout = _OwnLayout(fun_name, own, axis_names, inputs, donating)
-        self.sizes = mesh.size, own.size
+    def __init__(self, fun_name: str, mesh: Mesh) -> None:
+        super().__init__(fun_name, mesh, mesh.axis_names, check_vma=False)
+
+    def varying(self) -> VaryingAxes:
+        return FromDataflow(self.axis_names, is_known=True)
+
+
+class _LocalDevices(OnDevices):
+    """The devices of this process, with its parts of the inputs."""
+
+    def _moved(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+        check_alive(self.fun_name, self.inputs, arrays)
+        arrays = list(arrays)
+        for k in self.on_device:
+            x = arrays[k]
+            # All processes hold the same value, as a `shard_map` returns it.
+            if not x.is_fully_addressable and x.is_fully_replicated:
+                arrays[k] = _rewrapped(x, x.shape, self.targets[k])
+        return super()._moved(arrays)
+
+
+class OnProcesses(OnDevices):
+    """Lanes on the devices of several processes.
+
+    Every process passes the lanes of its devices, and whole what all lanes share. It gets its own parts.
+
+    **Arguments:**
+
+    - `fun_name`, `mesh`: for all processes.
+    - `local_mesh`: the part of the mesh that is this process's.
+    """
+
+    spread = True
+
+    def __init__(self, fun_name: str, mesh: Mesh, local_mesh: Mesh) -> None:
+        super().__init__(fun_name, mesh)
+        self.local = _LocalDevices(fun_name, local_mesh)
+        # The same objects every time, because a layout recognises shardings by identity.
+        self.local_targets: dict[Placement, NamedSharding] = {}
+
+    def expect(self, inputs: Sequence[Input], donating: bool) -> None:
+        super().expect(inputs, donating)
+        self.local.expect(inputs, donating)
 
     def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        ready, shown = self.own_layout.concrete(arrays)
+        ready, shown = self.local.concrete(arrays)
         # An array that is passed twice must stay one array.
         whole: dict[tuple[int, Placement], Any] = {}
         keys = [(id(x), leaf.placement) for x, leaf in zip(ready, self.inputs, strict=True)]
         for key, x, target in zip(keys, ready, self.targets, strict=True):
             if key not in whole:
-                whole[key] = x if target is None else self._whole(x, key[1], target)
+                whole[key] = x
+                if target is not None:
+                    whole[key] = _rewrapped(x, self._whole_shape(x, key[1]), target)
         return [whole[key] for key in keys], shown
 
-    def _passed_alike(self, arrays: Sequence[Leaf]) -> list[Passed]:
+    def passed_alike(self, arrays: Sequence[Leaf]) -> list[Passed]:
         return [
             array_passed(leaf.path, x)
             for leaf, x in zip(self.inputs, arrays, strict=True)
             if leaf.placement.axis is None and hasattr(x, "dtype") and is_own(x)
         ]
 
-    def check_alive(self, arrays: Sequence[Leaf]) -> None:
-        self.own_layout.check_alive(arrays)
-
     def returned(
         self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:
-        return self.own_layout.returned(arrays, shown, forwarded)
+        return self.local.returned(arrays, shown, forwarded)
+
+    def placed(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
+        return self.local.placed(arrays)
 
     def traced(self, arrays: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         raise BatchAxisError(
@@ -95,46 +113,30 @@ class LanesOfProcesses(FixedMeshLayout):
         )
 
     def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
-        parts = self.own_layout.abstract(arrays)
-        lanes, here = self.sizes
-        return [
-            x
-            if target is None
-            else jax.ShapeDtypeStruct(
-                _resized(x.shape, leaf.placement, here, lanes), x.dtype, sharding=target
-            )
-            for x, leaf, target in zip(parts, self.inputs, self.targets, strict=True)
-        ]
+        parts = self.local.abstract(arrays)
+        for k, (leaf, target) in enumerate(zip(self.inputs, self.targets, strict=True)):
+            if target is not None:
+                shape = self._whole_shape(parts[k], leaf.placement)
+                parts[k] = jax.ShapeDtypeStruct(shape, parts[k].dtype, sharding=target)
+        return parts
 
-    def _whole(self, x: jax.Array, placement: Placement, target: NamedSharding) -> jax.Array:
-        lanes, here = self.sizes
-        return _rewrapped(x, _resized(x.shape, placement, here, lanes), target)
+    def count(self, arrays: Sequence[Leaf]) -> int:
+        return self.local.mesh.size
 
+    def own_parts(self, outputs: list[Leaf], placements: Sequence[Placement]) -> list[Leaf]:
+        parts = list(outputs)
+        for k, (x, placement) in enumerate(zip(outputs, placements, strict=True)):
+            if isinstance(x, jax.Array):
+                if placement not in self.local_targets:
+                    sharding = NamedSharding(self.local.mesh, placement.spec)
+                    self.local_targets[placement] = sharding
+                shape = _resized(x.shape, placement, self.mesh.size, self.local.mesh.size)
+                parts[k] = _rewrapped(x, shape, self.local_targets[placement])
+        return parts
 
-class OwnParts:
-    """What a program computes on the devices of several processes, as this one's callers have it.
-
-    **Arguments:**
-
-    - `mesh`, `own`: the mesh, and the part of it that is this process's.
-    """
-
-    def __init__(self, mesh: Mesh, own: Mesh) -> None:
-        self.sizes = mesh.size, own.size
-        self.own_mesh = own
-        # The same objects every time, because a layout recognises shardings by identity.
-        self.targets: dict[Placement, NamedSharding] = {}
-
-    def __call__(self, arrays: Sequence[Leaf], places: Sequence[Placement]) -> list[Leaf]:
-        return [self._part(x, placement) for x, placement in zip(arrays, places, strict=True)]
-
-    def _part(self, x: Leaf, placement: Placement) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        if placement not in self.targets:
-            self.targets[placement] = NamedSharding(self.own_mesh, placement.spec)
-        lanes, here = self.sizes
-        return _rewrapped(x, _resized(x.shape, placement, lanes, here), self.targets[placement])
+    def _whole_shape(self, x: Leaf, placement: Placement) -> tuple[int, ...]:
+        """The shape of the array of all processes, of which `x` is this one's part."""
+        return _resized(x.shape, placement, self.local.mesh.size, self.mesh.size)
 
 
 def _resized(

@@ -5,30 +5,46 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from operator import is_
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._axes._differing import check_gradients
 from .._base import _errors as errors
 from .._base._errors import error_listing, shortened
 from .._base._specs import Placement
-from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef
+from .._base._trees import has_packed
+from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef, Sharding
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
-from .._jax._compat import tree_util
-from ._agreement import Passed, static_passed, structure_passed
-from ._arguments import Call, Statics, bad_argnums, unhashable
+from .._jax._compat import Equation, tree_util
+from .._jax._dataflow import shard_map_equation, shard_map_recorded
+from ._agreement import (
+    check_alike,
+    check_placements,
+    static_passed,
+    structure_passed,
+    traced_alike,
+)
+from ._arguments import Call, Statics, bad_argnums, check_alive, tokens_at, unhashable
+from ._instances import Layout
 from ._lanes import OtherShapes
-from ._packing import Packing
+from ._layout import OnMesh
+from ._memory import Spared
+from ._packing import Packing, RunInstance
 from ._per_shard import Instance
-from ._placement import Spared
 from ._rules import Declared, Rules
 from ._write_back import WriteBack
 
+
+# So often a call like the last ones may be refused before we stop asking. JAX forgets programs when it is
+# told to, and when it has very many of them.
+_REFUSALS = 3
 
 MAKE_HASHABLE = "Make the class a @dataclass(frozen=True), use a tuple in place of a list, or "
 
@@ -38,10 +54,15 @@ Result: TypeAlias = tuple[list[Leaf], WriteBack]
 
 
 class Program:
-    """A mapped call with one tree structure, one set of static leaves and one mesh.
+    """A mapped call with one tree structure, one set of static leaves and one mesh, compiled.
 
-    Calling it with the inputs' arrays gives the outputs and how the result is put together. It is
-    pure, and traces the user's function once each time it is itself traced.
+    `steps` is the call as a pure function over the inputs' arrays. It gives the outputs and how the result is
+    put together, and traces the user's function once each time it is itself traced. It holds no `Program`:
+    what was compiled would then live until the next garbage collection.
+
+    Where all leaves are arrays, `jax.jit` takes the arguments of the call as they are, as trees (`by_trees`).
+    It flattens them, compares their structure, shapes, dtypes and placements with those of earlier calls, and
+    runs what it compiled, all in C++.
 
     **Arguments:**
 
@@ -51,63 +72,253 @@ class Program:
     - `traced`: whether the call is being recorded or transformed. Its jaxpr is then the one that JAX's own
         map leaves: what comes back as it went in is an output too. Arguments with states are excepted, and
         what leaves as it came whatever is declared.
+    - `key`: what the program depends on besides static leaves and shapes.
     """
 
-    def __init__(self, declared: Declared, call: Call, rules: Rules, traced: bool) -> None:
+    def __init__(
+        self, declared: Declared, call: Call, rules: Rules, traced: bool, key: Hashable
+    ) -> None:
         self.declared = declared
-        self.__name__ = self.__qualname__ = declared.name
+        self.key = key
         count, donate = call.positional, declared.donate
         if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
             raise bad_argnums("donate_argnums", bad, count)
-        self.call = call.without_arrays()
-        self.packing = packing = Packing(call)
+        # 1. Partition: the arguments as the function sees them, with models in place of what is packed.
+        packing = Packing(call) if has_packed((call.args, call.kwargs)) else None
+        seen = call if packing is None else packing.unpacked(call)
         try:
-            inputs, self.binding, self.rules = rules.resolve(declared.name, packing.call)
+            # 2. Resolve: a placement for each leaf.
+            inputs, self.layout, self.rules = rules.resolve(declared.name, seen)
         except errors.StatemeshError:
             # A missing argument is a better reason than one that follows from it, such as no lanes.
-            self._check_signature(packing.call)
+            _check_signature(declared, seen)
             raise
-        donating = donate != "none"
-        placed = packing.place(declared.name, inputs, self.binding.sizes, call)
-        self.layout = self.binding.layout(declared.name, placed, donating)
-        self.positions = [x.position for x in self.layout.inputs]
+        placed, numbers = [*inputs], list(range(len(inputs)))
+        if packing is not None:
+            placed = packing.place(declared.name, inputs, self.layout.sizes, call)
+            numbers = packing.numbers
+        self.layout.expect(placed, donate != "none")
+        self.positions = [x.position for x in placed]
         static_at = sorted(set(range(len(call.leaves))).difference(self.positions))
         self.statics = Statics(static_at, call.leaves)
         # Nothing can tell whether a later call has the same of these, so no call runs this program again.
-        self.unhashable = unhashable(packing.call)
+        self.unhashable = unhashable(seen)
+        self.tokens = self.tokens_of(call.leaves)
         in_models = {
             position
-            for units in packing.call.units
+            for units in seen.units
             if any(unit.kind is not None for unit in units)
             for unit in units
             for position in unit.positions
         }
-        template = list(packing.call.leaves)
-        for k, (x, number) in enumerate(zip(inputs, packing.numbers, strict=True)):
+        template = list(seen.leaves)
+        for k, (x, number) in enumerate(zip(inputs, numbers, strict=True)):
             template[x.position] = None
             is_output = traced and not (x.position in in_models or self.rules.stays(x))
             inputs[k] = dataclasses.replace(x, fresh=is_output or number in self.layout.fresh)
-        packing.call = packing.call.without_arrays()
-        self.run = Instance(
-            declared, packing.call, template, inputs, self.rules, self.binding.sizes
+        self.call = call.without_arrays()
+        seen = seen.without_arrays()
+        self.instance = Instance(declared, seen, template, inputs, self.rules, self.layout.sizes)
+        # 3. Call the function on every shard, and 4. let what it wrote leave.
+        self.steps = _steps(
+            declared,
+            seen,
+            self.layout,
+            self.instance if packing is None else packing.around(self.instance),
         )
 
-    def _check_signature(self, call: Call) -> None:
-        """Refuse arguments that the function does not take, in the words of Python."""
-        try:
-            signature = inspect.signature(self.declared.fun)
-        except (TypeError, ValueError):
-            return
-        keywords = dict.fromkeys(call.names[call.positional :])
-        try:
-            signature.bind(*[None] * call.positional, **keywords)
-        except TypeError as error:
-            name = self.declared.name
-            raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
+        # What a later call is compared with.
+        self.types = list(map(type, call.leaves))
+        self.treedef = call.treedef
+        # JAX holds trees of different dataclasses for equal, but their hashes differ.
+        self.hash = hash(call.treedef)
+        self.context: Any = None
+        # The mesh that was set, with its devices, where the call takes that one.
+        self.set_mesh: Any = None
+
+        # How it is compiled. The backward pass of an eager `jax.vjp` may be recorded, and no layer of ours
+        # goes into its jaxpr.
+        self.plain = jax.jit(self.steps, inline=compat.INLINED)
+        self.jitted: Any = self.plain
+        if donate != "none":
+            self.jitted = Donating(self.steps, self.layout, self._donors(call))
+        self.runs: Any = self.jitted if declared.jit else self.steps
+        self.by_trees: Any = self._by_trees() if declared.jit and donate == "none" else None
+        # Whether other processes, if there are any, were found to pass the same.
+        self.agreed = False
+        # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
+        self.checked = not (declared.jit and self.layout.sizes)
+        self._refusals = 0
+        self._calls_back: bool | None = None
+
+    def _donors(self, call: Call) -> Sequence[int] | None:
+        """The numbers of the inputs that may be given up. `None`: those of written states."""
+        donate = self.declared.donate
+        if isinstance(donate, str):
+            return None if donate == "states" else range(len(self.positions))
+        # Keyword arguments come after the positional ones, and have no number.
+        units = [unit for i in donate for unit in call.units[: call.positional][i]]
+        positions = {position for unit in units for position in unit.positions}
+        return [k for k, position in enumerate(self.positions) if position in positions]
+
+    def _by_trees(self) -> Any:
+        """The steps compiled to take `args`, `kwargs` and a `LikeBefore`.
+
+        Given that of a new call it runs only what it has compiled already. `None` where not all leaves are
+        arrays of JAX or Python's numbers.
+        """
+        kinds = [x.kind for x in self.layout.inputs]
+        if (
+            not compat.REFUSES_DELETED
+            or self.layout.spread
+            or self.statics.positions
+            or self.unhashable
+            or not all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
+        ):
+            return None
+        steps = self.steps
+
+        def of_trees(args: PyTree, kwargs: PyTree, call: LikeBefore) -> Result:
+            if call is not ANY_CALL:
+                # Under `jax.disable_jit` JAX compares nothing, and calls the function itself.
+                raise Refused
+            return steps(*tree_util.tree_leaves((args, kwargs)))
+
+        of_trees.__name__ = of_trees.__qualname__ = self.declared.name
+        return jax.jit(of_trees)
 
     def arrays(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
-        """The program's inputs among all leaves."""
+        """The inputs among all leaves of a call."""
         return [leaves[i] for i in self.positions]
+
+    def check_alive(self, arrays: Sequence[Leaf]) -> None:
+        """Refuse inputs whose memory was given up."""
+        check_alive(self.declared.name, self.layout.inputs, arrays)
+
+    def tokens_of(self, leaves: Sequence[Leaf]) -> tuple[Hashable, ...] | None:
+        """What tells programs of one key apart: the static leaves, and shapes where the rules say so.
+
+        `None` if they cannot be compared.
+        """
+        shapes = tuple(map(np.shape, self.arrays(leaves))) if self.rules.by_shape else ()
+        tokens = tokens_at(self.statics.positions, leaves)
+        return None if tokens is None else (shapes, *tokens)
+
+    def run(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        arrays: Sequence[Leaf],
+        ready: Sequence[Leaf],
+    ) -> Result:
+        """Run it, and compile it if need be.
+
+        **Arguments:**
+
+        - `arrays`: the inputs among the leaves of `(args, kwargs)`.
+        - `ready`: the same, laid out.
+        """
+        result: Result
+        if self.by_trees is None:
+            outputs, back = result = self.runs(*ready)
+            if self.layout.spread:
+                return self.layout.own_parts(outputs, back.placements), back
+            return result
+        if ready is not arrays:
+            # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
+            trees, stop = [], 0
+            args_def, kwargs_def = self.treedef.children()
+            structures = [*args_def.children(), kwargs_def]
+            for tree, structure in zip((*args, kwargs), structures, strict=True):
+                start, stop = stop, stop + structure.num_leaves
+                moved = ready[start:stop]
+                stays = all(map(is_, moved, arrays[start:stop]))
+                trees.append(tree if stays else structure.unflatten(moved))
+            *args_laid_out, kwargs = trees
+            args = tuple(args_laid_out)
+        result = self.by_trees(args, kwargs, ANY_CALL)
+        return result
+
+    def traced_run(self, inputs: Sequence[Leaf], recorded: bool) -> Result:
+        """Run it on traced inputs, and check it once.
+
+        Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed. Where a
+        jaxpr is, no layer of ours goes into it.
+        """
+        if not recorded:
+            self._check_trace(lambda: self.plain.trace(*inputs))
+        run = self.steps if recorded or not self.declared.jit else self.plain
+        outputs, back = run(*inputs)
+        if not self.checked:
+            self._check(shard_map_recorded(outputs))
+        return outputs, back
+
+    def traced(self, inputs: Sequence[Leaf]) -> jax.stages.Traced:
+        """The trace for these inputs, which the call that follows finds."""
+        traced: jax.stages.Traced
+        if self.by_trees is None:
+            traced = self.jitted.trace(*inputs)
+        else:
+            traced = self.by_trees.trace(*self.treedef.unflatten(inputs), ANY_CALL)
+        return traced
+
+    def lowered(self, inputs: Sequence[Leaf]) -> jax.stages.Lowered:
+        """What `inputs` are lowered to, checked once."""
+        traced: jax.stages.Traced = self.jitted.trace(*inputs)
+        if not self.checked:
+            self._check(shard_map_equation(traced.jaxpr))
+        return traced.lower()
+
+    def check(self, inputs: Sequence[Leaf]) -> None:
+        """Refuse, once, gradients that the traced function sums a second time, or not at all.
+
+        And what another process has traced differently. JAX remembers the trace, so that the call that
+        follows does not trace again.
+        """
+        self._check_trace(lambda: self.traced(inputs))
+
+    def _check_trace(self, trace: Callable[[], jax.stages.Traced]) -> None:
+        if not self.checked:
+            mesh, name = self.layout.shared, self.declared.name
+            traced = trace() if mesh is None else traced_alike(name, mesh, trace)
+            self._check(shard_map_equation(traced.jaxpr))
+
+    def _check(self, equation: Equation | None) -> None:
+        # What the user's own transformations leave may hold no `shard_map`.
+        if equation is not None:
+            check_gradients(self.declared.name, equation)
+        self.checked = True
+
+    def is_quick(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        arrays: Sequence[Leaf],
+        result: Result,
+        refused: bool,
+    ) -> bool:
+        """Whether JAX alone is to run the next call, after one in which nothing had to be moved.
+
+        **Arguments:**
+
+        - `args`, `kwargs`, `arrays`: of that call, and their leaves.
+        - `result`: what it gave.
+        - `refused`: whether JAX was to run it, and refused.
+        """
+        if compat.jit_disabled():
+            return False
+        self._refusals += refused
+        if self._calls_back is None:
+            # A callback of the user's, which may run on the calling thread, may trace functions of its own.
+            equations = jaxprs.equations(self.by_trees.trace(args, kwargs, ANY_CALL).jaxpr)
+            self._calls_back = any(map(jaxprs.calls_back, equations))
+        if self._refusals >= _REFUSALS or self._calls_back:
+            return False
+        # A kind of call that is refused once takes a slower way through JAX from then on. So we wait until
+        # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
+        # `P(None, None)`.
+        outputs, back = result
+        return _layouts([outputs[k] for k, _ in back.written]) <= _layouts(arrays)
 
     def write_back(
         self,
@@ -128,14 +339,17 @@ class Program:
         return back.filled(outputs, shown)
 
     def agree(self, leaves: Sequence[Leaf]) -> None:
-        """Refuse what another process passes differently, where all of them have to pass the same."""
-
-        def passed() -> list[Passed]:
-            paths = self.call.paths()
-            statics = [static_passed(paths[i], leaves[i]) for i in self.statics.positions]
-            return [structure_passed(self.call.treedef, [*paths.values()]), *statics]
-
-        self.layout.agree(self.arrays(leaves), passed)
+        """Refuse, once, what another process passes differently, where all of them have to pass the same."""
+        name, layout = self.declared.name, self.layout
+        if not isinstance(layout, OnMesh) or layout.shared is None or self.agreed:
+            return
+        paths = self.call.paths()
+        passed = [structure_passed(self.call.treedef, [*paths.values()])]
+        passed += [static_passed(paths[i], leaves[i]) for i in self.statics.positions]
+        passed += layout.passed_alike(self.arrays(leaves))
+        check_alike(name, layout.shared, passed)
+        check_placements(name, layout.shared, layout.inputs)
+        self.agreed = True
 
     def fed_to_lanes(self, leaves: Sequence[Leaf]) -> frozenset[str]:
         """The paths of undeclared states that have an entry for each lane, are read, and written per lane.
@@ -143,10 +357,10 @@ class Program:
         The function is traced to find them.
         """
         arrays = self.arrays(leaves)
-        traced = jax.jit(self).trace(*self.layout.abstract(arrays))
+        traced = self.plain.trace(*self.layout.abstract(arrays))
         back: WriteBack = traced.out_info[1]
         read = jaxprs.inputs_read(traced.jaxpr)
-        lanes = self.binding.count(self.declared.name, self.layout, arrays)
+        lanes = self.layout.count(arrays)
         return frozenset(
             path
             for path, inputs in back.stacked
@@ -154,64 +368,69 @@ class Program:
             and all(np.shape(arrays[k])[:1] == (lanes,) for k in inputs)
         )
 
-    def tracer_paths(self, arrays: Sequence[Leaf]) -> list[str]:
-        """The paths of the inputs that are being traced."""
-        pairs = zip(self.layout.inputs, arrays, strict=True)
-        return [source.path for source, x in pairs if compat.is_tracer(x)]
 
-    def __call__(self, *arrays: Leaf) -> Result:
-        self.layout.check(arrays)
-        self._check_signature(self.call)
+def _check_signature(declared: Declared, call: Call) -> None:
+    """Refuse arguments that the function does not take, in the words of Python."""
+    try:
+        signature = inspect.signature(declared.fun)
+    except (TypeError, ValueError):
+        return
+    keywords = dict.fromkeys(call.names[call.positional :])
+    try:
+        signature.bind(*[None] * call.positional, **keywords)
+    except TypeError as error:
+        raise TypeError(
+            f"{declared.name}{signature} cannot be called like this: {error}."
+        ) from None
+
+
+def _steps(
+    declared: Declared, call: Call, layout: Layout, instance: RunInstance
+) -> Callable[..., Result]:
+    """Steps 3 and 4 as a pure function over the inputs' arrays."""
+
+    def steps(*arrays: Leaf) -> Result:
+        layout.check(arrays)
+        _check_signature(declared, call)
         back: WriteBack | None = None
 
         def run(*parts: Leaf) -> tuple[list[Leaf], Sequence[Placement]]:
             nonlocal back
-            unpacked = self.packing.split(parts)
-            outputs, back = self.run(unpacked, self.binding.varying())
-            outputs, back = self.packing.join(unpacked, outputs, back)
+            outputs, back = instance(parts, layout.varying())
             return outputs, back.placements
 
-        outputs = self.binding.call(run, self.declared.name, self.layout, arrays)
+        outputs = layout.call(run, arrays)
         assert back is not None
         return outputs, back
 
-    def by_trees(self) -> Any:
-        """The program compiled to take `args`, `kwargs` and a `LikeBefore`.
-
-        Given that of a new call it runs only what it has compiled already. `None` where not all leaves are
-        arrays of JAX or Python's numbers.
-        """
-        kinds = [x.kind for x in self.layout.inputs]
-        if (
-            not compat.REFUSES_DELETED
-            or self.binding.outside is not None
-            or self.statics.positions
-            or self.unhashable
-            or not all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
-        ):
-            return None
-
-        def of_trees(args: PyTree, kwargs: PyTree, call: LikeBefore) -> Result:
-            if call is not ANY_CALL:
-                # Under `jax.disable_jit` JAX compares nothing, and calls the function itself.
-                raise Refused
-            return self(*tree_util.tree_leaves((args, kwargs)))
-
-        of_trees.__name__ = of_trees.__qualname__ = self.__name__
-        return jax.jit(of_trees)
+    steps.__name__ = steps.__qualname__ = declared.name
+    return steps
 
 
-class DonatingProgram:
-    """A program compiled so that it may overwrite inputs.
+def _layouts(arrays: Sequence[Leaf]) -> set[tuple[int, Sharding]]:
+    return {(x.ndim, x.sharding) for x in arrays if isinstance(x, jax.Array)}
 
-    Which inputs those are is known only after tracing: what was forwarded or only read is never arrays
-    up. JAX remembers the trace, so that compiling with donation does not trace again.
+
+class Donating:
+    """The steps of a program compiled so that they may overwrite inputs.
+
+    Which inputs those are is known only after tracing: what was forwarded or only read is never given up.
+    JAX remembers the trace, so that compiling with donation does not trace again.
+
+    **Arguments:**
+
+    - `steps`, `layout`: of the program.
+    - `donors`: the numbers of the inputs that may be given up; `None` for those of written states.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(
+        self, steps: Callable[..., Result], layout: Layout, donors: Sequence[int] | None
+    ) -> None:
+        self.steps = steps
+        self.layout = layout
+        self.donors = donors
         self._compiled: dict[Any, tuple[Any, Spared]] = {}
-        # The program of the last call is tried first.
+        # What the last call ran is tried first.
         self._last: tuple[Any, Spared] = (_refuse, Spared((), ()))
 
     def __call__(self, *arrays: Leaf) -> Result:
@@ -220,7 +439,7 @@ class DonatingProgram:
             outputs: Result = compiled(*spared(arrays))
         except OtherShapes:
             if compat.jit_disabled():
-                return self.program(*arrays)
+                return self.steps(*arrays)
             compiled, spared = self._last = self._for(arrays)
             outputs = compiled(*spared(arrays))
         spared.keep(outputs[0])
@@ -230,51 +449,37 @@ class DonatingProgram:
         compiled, _ = self._for(arrays)
         return compiled.trace(*arrays)
 
-    def lower(self, *arrays: Leaf) -> jax.stages.Lowered:
-        compiled, _ = self._for(arrays)
-        return compiled.lower(*arrays)
-
     def _for(self, arrays: Sequence[Leaf]) -> tuple[Any, Spared]:
-        program, shapes = self.program, _shapes(arrays)
+        steps, shapes = self.steps, _shapes(arrays)
 
         def of_shapes(*arrays: Leaf) -> Result:
             # What is donated depends on shapes. To compare them at every call would cost as much as the rest
             # of it; but `jax.jit` traces anew where they differ.
             if _shapes(arrays) != shapes:
                 raise OtherShapes
-            return program(*arrays)
+            return steps(*arrays)
 
         if shapes not in self._compiled:
-            of_shapes.__name__ = of_shapes.__qualname__ = program.__name__
+            of_shapes.__name__ = of_shapes.__qualname__ = steps.__name__
             donated = self._donated(arrays, *jax.jit(of_shapes).trace(*arrays).out_info)
-            spared = spared_by(program, arrays, donated)
+            spared = spared_by(self.layout, arrays, donated)
             self._compiled[shapes] = (jax.jit(of_shapes, donate_argnums=donated), spared)
         return self._compiled[shapes]
 
     def _donated(
         self, arrays: Sequence[Leaf], outputs: Sequence[Leaf], back: WriteBack
     ) -> tuple[int, ...]:
-        """The inputs that are given up: of written states, all, or those of some arguments."""
-        how, call = self.program.declared.donate, self.program.call
-        wanted: Sequence[int] = range(len(arrays))
-        if how == "states":
-            wanted = sorted(set(back.rewritten))
-        elif how != "all":
-            # Keyword arguments come after the positional ones, and have no number.
-            units = [unit for i in how for unit in call.units[: call.positional][i]]
-            positions = {position for unit in units for position in unit.positions}
-            wanted = [k for k, p in enumerate(self.program.positions) if p in positions]
+        """The inputs that are given up."""
         # A buffer can become only an output of its own size. JAX would warn of any other.
         room = Counter(
             (x.shape, x.dtype, placement.spec)
             for x, placement in zip(outputs, back.placements, strict=True)
         )
-        inputs = self.program.layout.inputs
         donated: list[int] = []
-        for k in wanted:
+        for k in sorted(set(back.rewritten)) if self.donors is None else self.donors:
             if k in back.forwarded or not hasattr(arrays[k], "shape"):
                 continue
-            like = (arrays[k].shape, arrays[k].dtype, inputs[k].placement.spec)
+            like = (arrays[k].shape, arrays[k].dtype, self.layout.inputs[k].placement.spec)
             if room[like] > 0:
                 room[like] -= 1
                 donated.append(k)
@@ -289,10 +494,9 @@ def _shapes(arrays: Sequence[Leaf]) -> tuple[PyTree, ...]:
     return tuple((jnp.shape(x), jnp.result_type(x)) for x in arrays)
 
 
-def spared_by(program: Program, arrays: Sequence[Leaf], donated: Sequence[int]) -> Spared:
+def spared_by(layout: Layout, arrays: Sequence[Leaf], donated: Sequence[int]) -> Spared:
     """The guard that keeps inputs like these from being given up twice."""
-    sizes = [program.layout.part_size(k, x) for k, x in enumerate(arrays)]
-    return Spared(donated, sizes)
+    return Spared(donated, [layout.part_size(k, x) for k, x in enumerate(arrays)])
 
 
 class Refused(Exception):
@@ -404,7 +608,7 @@ class Compiled(Stage):
     def _spared(self) -> Spared:
         inputs = tree_util.tree_leaves(self.program.args_info)
         donated = [k for k, info in enumerate(inputs) if info.donated]
-        return spared_by(self._mapped, inputs, donated)
+        return spared_by(self._mapped.layout, inputs, donated)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         mapped, layout, name = self._mapped, self._mapped.layout, self._mapped.declared.name
@@ -438,8 +642,7 @@ class Compiled(Stage):
         ready, shown = layout.concrete(inputs)
         outputs, back = self.program(*self._spared(ready))
         self._spared.keep(outputs)
-        if mapped.binding.outside is not None:
-            outputs = mapped.binding.outside(outputs, back.placements)
+        outputs = layout.own_parts(outputs, back.placements)
         return mapped.write_back(inputs, shown, outputs, back)
 
 

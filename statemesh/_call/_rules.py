@@ -13,10 +13,9 @@ from .._base._specs import Placement
 from .._base._trees import describe
 from .._base._types import Axes, AxisName, Fun, KeyPath, Leaf, PyTree
 from .._state._state import State
-from ._arguments import Call
-from ._instances import Binding
+from ._arguments import Call, Input
+from ._instances import Layout
 from ._origins import Entered
-from ._placement import Input, RankMismatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,8 @@ class Mistakes:
 
     diverged: list[Diverged] = dataclasses.field(default_factory=list)
     varying: list[Varying] = dataclasses.field(default_factory=list)
-    rank: list[RankMismatch] = dataclasses.field(default_factory=list)
+    # What is said of arrays that have fewer axes than their specs have entries.
+    rank: list[str] = dataclasses.field(default_factory=list)
     # The path, the declared axis and the array, which has no such axis.
     axes: list[tuple[str, int, Any]] = dataclasses.field(default_factory=list)
     # The path, the state, the axis it entered with and the one it is declared to leave with.
@@ -79,9 +79,9 @@ class Rules(abc.ABC):
     what: ClassVar[str]
 
     @property
-    @abc.abstractmethod
     def entries_in(self) -> Any:
         """One entry for each positional argument, or one for all."""
+        return getattr(self, self.what)
 
     @property
     @abc.abstractmethod
@@ -147,8 +147,8 @@ class Rules(abc.ABC):
         """The rules of the same calls on one device."""
 
     @abc.abstractmethod
-    def resolve(self, name: str, call: Call) -> tuple[list[Input], Binding, "Rules"]:
-        """A record of each input, what binds the axis names, and the rules by which results leave."""
+    def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "Rules"]:
+        """A record of each input, where the program runs, and the rules by which results leave."""
 
     @abc.abstractmethod
     def entries(self, result: PyTree, root: str) -> list[Leaf]:
@@ -240,7 +240,7 @@ class Declared:
     donate: Any = "none"
     jit: bool = True
 
-    def check(self) -> None:
-        """Refuse at construction whatever no call could make right."""
+    def __post_init__(self) -> None:
+        """Refuse whatever no call could make right."""
         check_function(self.transform, self.fun)
         self.rules.check()

@@ -139,7 +139,6 @@ def shard_map(
             axis_names=names,
         )
         declared = Declared("shard_map", fun, fun_name(fun), rules, donate, jit)
-        declared.check()
         return StatefulMapping(declared)
 
     return decorate if fun is None else decorate(fun)

@@ -38,8 +38,9 @@ from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._state import State
-from ._arguments import Call
-from ._instances import Binding, OnMesh
+from ._arguments import Call, Input
+from ._instances import Layout
+from ._layout import OnMesh
 from ._mesh import (
     by_fields,
     check_specs,
@@ -52,7 +53,6 @@ from ._mesh import (
     resolve_mesh,
 )
 from ._origins import Entered, values
-from ._placement import Input, rank_item
 from ._rules import Diverged, Mistakes, Rules, roots
 from ._specs import (
     REPLICATED,
@@ -95,10 +95,6 @@ class SpecRules(Rules):
     inferred: tuple[PyTree, ...] | None = None
 
     what = "in_specs"
-
-    @property
-    def entries_in(self) -> Any:
-        return self.in_specs
 
     @property
     def cacheable(self) -> bool:
@@ -192,7 +188,7 @@ class SpecRules(Rules):
             mesh = mesh_of_arrays(mesh, leaves)
         return mesh
 
-    def resolve(self, name: str, call: Call) -> tuple[list[Input], Binding, "SpecRules"]:
+    def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "SpecRules"]:
         mesh, names = self.mesh, self.names
         assert mesh is not None
         if not names:
@@ -203,7 +199,7 @@ class SpecRules(Rules):
         self.check_specs(mesh, names)
         inputs = self._inputs(name, call)
         check_specs([(f"the spec of {x.path}", x.placement.spec) for x in inputs], mesh, names)
-        return inputs, OnMesh(mesh, names, self.check_vma, self.one_device), self
+        return inputs, OnMesh(name, mesh, names, self.check_vma), self
 
     def _inputs(self, name: str, call: Call) -> list[Input]:
         """A record of each leaf that becomes an input."""
@@ -295,7 +291,7 @@ class SpecRules(Rules):
             raise error_listing(
                 SpecError,
                 f"{name}: results have fewer axes than their specs have entries",
-                map(rank_item, mistakes.rank),
+                mistakes.rank,
                 "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is "
                 "the same on every shard.",
             )

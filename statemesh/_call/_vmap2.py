@@ -129,7 +129,6 @@ def vmap2(
 
     def decorate(fn: Fun) -> StatefulMapping:
         declared = Declared("vmap2", fn, fun_name(fn), rules)
-        declared.check()
         return StatefulMapping(declared)
 
     return decorate if fn is MISSING else decorate(fn)

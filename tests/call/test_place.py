@@ -136,6 +136,15 @@ def test_the_same_layout_by_another_name_is_not_copied() -> None:
         assert buffers(same) == buffers(x)
 
 
+def test_what_is_moved_to_the_device_where_it_lies_may_be_given_up() -> None:
+    mesh, x = make_mesh("1"), jnp.ones((8, 2))
+    call = sm.shard_map(lambda s: s.set(s.value + 1), mesh, (P(),), P(), donate="all")
+    state = sm.place(sm.State(x), mesh)
+    call(state)
+    assert state.value.is_deleted()
+    np.testing.assert_array_equal(x, np.ones((8, 2)))
+
+
 def test_what_is_no_array_of_numbers_stays() -> None:
     unhashable: list[Any] = []
     tree = {"n": 1, "f": 1.5, "s": "text", "g": operator.neg, "z": None, "d": np.dtype("f")}
