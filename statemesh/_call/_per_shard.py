@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._axes._mesh_and_lanes import one_copy
+from .._axes._mesh_and_lanes import MICROBATCHES, one_copy
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import (
@@ -150,7 +150,7 @@ class Instance:
         donating = self.declared.donate != "none"
         origins = iter(find_origins(name, returned, entered, donating))
         declared = iter(rules.declared(result, root))
-        leaving = _Leaving(rules, arrived, varying)
+        leaving = Leaving(rules, arrived, varying)
         parts: list[Any] = []
         placements: list[Sequence[Placement] | None] = []
         for keys, node in flat:
@@ -350,7 +350,7 @@ class Written:
         return dataclasses.replace(self, state=filled(self.state, leaves))
 
 
-class _Leaving:
+class Leaving:
     """Collects the program's outputs, their placements, and every mistake on the way."""
 
     def __init__(
@@ -400,7 +400,7 @@ class _Leaving:
         ]
 
         def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
-            return all_left(pairs, over)
+            return _all_left(pairs, over)
 
         pairs = [(written.state, written.entered and written.entered.old) for written in writing]
         states: list[State] = self.varying.run(leave_all, pairs)
@@ -536,7 +536,7 @@ class _Leaving:
         return self._unmerged(x, placement) if self.varying.is_known else NO_AXES
 
 
-def all_left(
+def _all_left(
     pairs: Sequence[tuple[State, State | None]], over: Sequence[Sequence[tuple[AxisName, ...]]]
 ) -> list[State]:
     """States as they leave, each leaf merged over its own axes. Named policies merge all of theirs together.
@@ -555,7 +555,8 @@ def all_left(
             state.name or type(state).__name__,
         )
         for k, ((state, old), names) in enumerate(zip(pairs, over, strict=True))
-        if any(names) and type(state).leave is State.leave and isinstance(state.reduce, str)
+        if any(names) and isinstance(state.reduce, str)
+        if all(_leave_of(type(state), axis_names) is State.leave for axis_names in names)
     }
     merged = dict(zip(writes, reduced(list(writes.values())), strict=True))
     return [
@@ -564,10 +565,16 @@ def all_left(
     ]
 
 
+def _leave_of(kind: type[State], axis_names: tuple[AxisName, ...]) -> Callable[..., State]:
+    """How states of a kind leave. Some merge microbatches in another way than shards."""
+    own_way = kind._of_microbatches is not State._of_microbatches
+    return kind._of_microbatches if own_way and axis_names == (MICROBATCHES,) else kind.leave
+
+
 def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:
     """The state as it leaves, by its kind's own way."""
     states = {
-        names: checked_state(state.leave(old, names), state, "leave")
+        names: checked_state(_leave_of(type(state), names)(state, old, names), state, "leave")
         for names in dict.fromkeys(over or [()])
     }
     first, *others = states.values()
