@@ -27,6 +27,8 @@ Operand = TypeVar("Operand")
 GRADIENT = "gradient of "
 # And the reduced loss is given this one.
 LOSS = "reduced loss"
+# Gradients and the loss are reduced in the scope of this name, by which `explain` knows their collectives.
+REDUCING = "statemesh reduces gradients"
 # The name of what statemesh itself sums. A cotangent may be a reduced gradient up to a constant factor, and
 # its sum is right.
 SUMMAND = "summed by statemesh"
@@ -129,6 +131,7 @@ class Reduction:
         return Plan((over | same) - param, same | (over if self.mean else NO_AXES))
 
 
+@jax.named_scope(REDUCING)
 def reduce_on_mesh(
     values: Sequence[AnyArray], plans: Sequence[Plan], axis_names: Sequence[AxisName]
 ) -> list[AnyArray]:

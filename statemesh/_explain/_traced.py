@@ -1,7 +1,6 @@
 """The collectives and the mapped calls of a traced program, and the user's lines that they stand in."""
 
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -11,7 +10,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from .._axes._reduction import GRADIENT, LOSS
+from .._axes._mesh_and_lanes import MERGING
+from .._axes._reduction import GRADIENT, LOSS, REDUCING
 from .._base._errors import first_paths
 from .._base._types import Array, AxisName, Leaf, flat_names
 from .._jax import _jaxprs as jaxprs
@@ -24,9 +24,6 @@ Frame: TypeAlias = tuple[str, int]
 
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# The files whose frames tell that a policy merges a state, or that a gradient or the loss is reduced.
-_POLICIES = os.path.join(_OWN, "_call", "_per_shard.py")
-_GRADIENTS = os.path.join(_OWN, "_axes", "_reduction.py")
 # Libraries that stand around users' functions, and around ours. Nobody looks for a line there.
 _AROUND = re.compile(r"[\\/]site-packages[\\/](equinox|jaxtyping|beartype)[\\/]|^<@beartype")
 
@@ -40,11 +37,6 @@ def frames_of(eqn: Equation) -> tuple[Frame, ...]:
 
 def _is_users(frame: Frame) -> bool:
     return not frame[0].startswith((_OWN, _JAX)) and not _AROUND.search(frame[0])
-
-
-def _files_inside(frames: Sequence[Frame]) -> set[str]:
-    """The files of this package in which frames stand inside the innermost one of the user's."""
-    return {file for file, _ in itertools.takewhile(lambda frame: not _is_users(frame), frames)}
 
 
 def user_line(frames: Sequence[Frame]) -> str:
@@ -82,7 +74,7 @@ OPCODES = {
 # What JAX writes around the names of scopes when it transforms what stands in them, and the scopes that it
 # opens itself.
 _AROUND_SCOPE = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
-_OWN_SCOPES = ("", "checkpoint", "rematted_computation")
+_OWN_SCOPES = ("", "checkpoint", "rematted_computation", MERGING, REDUCING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -295,22 +287,21 @@ class _Walk:
             branch=runs.branch,
             bytes=runs.times * sum(sent(opcode, size, part.bytes) for part in parts),
             arrays=tuple(map(str, parts)),
-            cause=self._cause(eqn, frames),
+            cause=self._cause(eqn),
             # A policy runs after the user's function has returned.
-            line="" if _POLICIES in _files_inside(frames) else user_line(frames),
+            line="" if MERGING in self._stack(eqn) else user_line(frames),
             compiled="",
             instructions=(),
         )
         return TracedCollective(record, name, parts, frames_of(eqn))
 
-    def _cause(self, eqn: Equation, frames: Sequence[Frame]) -> str:
-        files = _files_inside(frames)
-        if _GRADIENTS in files:
+    def _cause(self, eqn: Equation) -> str:
+        stack = self._stack(eqn)
+        if REDUCING in stack:
             return self._gradients(eqn)
-        if _POLICIES in files:
+        if MERGING in stack:
             names = sorted(n for n in self._becomes(eqn.outvars) if not _is_reduced(n))
             return f"the policy of {first_paths(names, ' and ')}" if names else "a policy"
-        stack = self._stack(eqn)
         if "rematted_computation" in stack:
             return "recomputing your code"
         if "transpose(" not in stack:

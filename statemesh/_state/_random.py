@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._axes._mesh_and_lanes import (
+    MERGING,
     MICROBATCHES,
     all_varying,
     first_of,
@@ -186,6 +187,7 @@ def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]
     return rows * line.count + line.number
 
 
+@jax.named_scope(MERGING)
 def left(
     last: Array,
     lines: Sequence[Line],
