@@ -53,6 +53,9 @@ TRANSFORMS: dict[str, tuple[Fun, AxisName]] = {
 }
 
 
+_TAG = "a string, as in state_tag='new'"
+
+
 def new_states(before: PyTree, after: PyTree, filter: Filter = ...) -> dict[str, State]:
     """The states that `after` has and `before` does not: what an initialisation created.
 
@@ -204,8 +207,13 @@ def create(
         )
     by = f"{behavior}2_new_states"
     if not (isinstance(init_kwargs, dict) and all(isinstance(name, str) for name in init_kwargs)):
-        raise errors.invalid_argument(by, "init_kwargs", init_kwargs)
-    check_text(by, "state_tag", state_tag)
+        raise errors.invalid_argument(
+            by,
+            "init_kwargs",
+            init_kwargs,
+            "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
+        )
+    check_text(by, "state_tag", state_tag, _TAG)
     transform, unnamed = TRANSFORMS[behavior]
     lanes = unnamed if axis_name is None else axis_name
     declared = Pairs([(Perhaps(NonBatchState), None), *as_pairs(state_out_axes, what), (..., 0)])
@@ -410,7 +418,7 @@ class Map(Module, Generic[M]):
             raise errors.unknown_choice(
                 "unexpected_out_state_mapping", unexpected_out_state_mapping, POLICIES
             )
-        check_text("Map", "state_tag", state_tag)
+        check_text("Map", "state_tag", state_tag, _TAG)
         if axis_name is not None:
             check_lane_name("Map", axis_name)
         for filter, _ in as_pairs(init_state_axes, "init_state_axes"):
@@ -502,7 +510,8 @@ class Map(Module, Generic[M]):
 
 def _check_method(module: Module, name: Name) -> None:
     if not isinstance(name, str):
-        raise errors.invalid_argument("Map", "map", name)
+        expected = "the name of a method, as in map('update')"
+        raise errors.invalid_argument("Map", "map", name, expected)
     if not callable(getattr(type(module), name, None)):
         public = [n for n in dir(type(module)) if not n.startswith("_") and not hasattr(Module, n)]
         names = [n for n in public if callable(getattr(type(module), n))]

@@ -540,7 +540,8 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
     """
     check_mesh("pack", mesh)
     if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
-        raise errors.invalid_argument("pack", "model", model)
+        expected = "a model that is not packed yet, as in pack(packed.unpack(), mesh)"
+        raise errors.invalid_argument("pack", "model", model, expected)
     units = [
         (path, node, placements if _is_packable(node) else None)
         for path, node, placements in placed_states(model, "model", state_specs)

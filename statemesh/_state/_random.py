@@ -347,7 +347,8 @@ class RandomState(State):
         """
         self._check_single()
         if num is not None:
-            num = count("RandomState.split", "num", num)
+            expected = "an int, 0 or more: the number of keys, as in split(2)"
+            num = count("RandomState.split", "num", num, expected)
         rest, drawn = advance(drawable(self.value, "RandomState.split"))
         if num is not None:
             seeds = jax.random.split(_seed(drawn), num)
@@ -384,7 +385,8 @@ class RandomState(State):
             ```
         """
         self._check_single()
-        n = count("RandomState.rows", "n", n)
+        expected = "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')"
+        n = count("RandomState.rows", "n", n, expected)
         numbers = row_numbers("RandomState.rows", n, axis_name, self._shared)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
         _, drawn = advance(again(stream._shared[-1].key if stream._shared else self.value))

@@ -462,7 +462,7 @@ def rebuild_plain(
 
 
 def _checked_meta(cls: type[State], name: Text, tag: Tags, spec: SpecTree, reduce: Reduce) -> Meta:
-    check_text(cls.__name__, "name", name)
+    check_text(cls.__name__, "name", name, "a string, as in name='mean'")
     tags = as_tags(cls.__name__, tag)
     named = isinstance(reduce, str) and reduce in REDUCTIONS
     if not (reduce is None or callable(reduce) or named):
