@@ -195,7 +195,7 @@ def _several(
     if not jnp.issubdtype(arrays[0].dtype, jnp.inexact):
         return run(*arrays)
 
-    # JAX cannot transpose a `custom_vmap` function.
+    # JAX cannot transpose a `custom_vmap` function: https://github.com/jax-ml/jax/pull/25259 says why.
     @jax.custom_jvp
     def linear(*arrays: AnyArray) -> list[AnyArray]:
         return list(run(*arrays))

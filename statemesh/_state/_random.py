@@ -40,7 +40,8 @@ from ._values import Meta, conform
 
 
 _THREEFRY = frozenset({"threefry2x32", "threefry4x32"})
-# From these, too, `jax.vmap` draws for each key its own numbers.
+# From these, too, `jax.vmap` draws for each key its own numbers. From `rbg` keys it draws all numbers from the
+# first key, on purpose: https://github.com/jax-ml/jax/issues/19085
 _KEY_BY_KEY = _THREEFRY | {"philox2x32", "philox4x32"}
 
 
