@@ -222,11 +222,35 @@ class Instance:
         text = str(error)
         if components := compat.typed_apart(error):
             return self._with_type_hint(text, components, entered)
-        if parts := self._parts_met(text, entered):
-            axes = NO_AXES.union(*(placement.axis_names for _, _, placement in parts))
+        parts = [
+            (unit, leaves[position], source.placement)
+            for unit in self.call.flat_units()
+            for position in unit.positions
+            if position in self.input_at
+            and (source := self.inputs[self.input_at[position]]).placement.axis is None
+            and source.placement.axis_names
+        ]
+
+        def split_axes(part: Leaf, placement: Placement) -> list[tuple[int, int]]:
+            """The length of each split axis, here and as a whole."""
+            return [
+                (length, length * math.prod(self.sizes[name] for name in names))
+                for length, names in zip(part.shape, placement.axes, strict=False)
+                if names
+            ]
+
+        named = set(map(int, re.findall(r"\d+", text)))
+        params = [
+            (unit.path, part, placement)
+            for unit, part, placement in parts
+            if unit.kind is not None and issubclass(unit.kind, ParamState)
+            if any(named.issuperset(lengths) for lengths in split_axes(part, placement))
+        ]
+        if params:
+            axes = NO_AXES.union(*(placement.axis_names for _, _, placement in params))
             items = [
                 f"{path} is {describe(part)}, a part by its spec {spec_str(placement.written)}"
-                for path, part, placement in parts
+                for path, part, placement in params
             ]
             return f"{text}\n\n" + listed(
                 "Hint: each shard holds a part of these parameters",
@@ -235,14 +259,14 @@ class Instance:
                 f"`model = sm.gather(model, {axes_argument(self.rules.in_order(axes))!r})`.",
             )
         met = [
-            (state, unit.path, part, source.placement)
+            (state, unit.path, part, placement)
             for state in entered
-            for unit in self.call.flat_units()
-            for position in unit.positions
-            if position in self.input_at
-            and (source := self.inputs[self.input_at[position]]).placement.axis_names
-            and source.placement.axis is None
-            and self._whole_met_part(state, part := leaves[position], source.placement)
+            for unit, part, placement in parts
+            if any(
+                not placed.axis_names and whole > length and whole in x.shape
+                for length, whole in split_axes(part, placement)
+                for x, placed in zip(leaves_of(state.old), state.placements, strict=True)
+            )
         ]
         if not met:
             return None
@@ -259,48 +283,25 @@ class Instance:
             f"the state its own spec={spec}.",
         )
 
-    def _parts_met(
-        self, text: str, entered: Sequence[Entered]
-    ) -> list[tuple[str, Leaf, Placement]]:
-        """The parts of parameters with a split axis whose length here and as a whole JAX's message names."""
-        named = set(map(int, re.findall(r"\d+", text)))
-        return [
-            (state.path, part, placement)
-            for state in entered
-            if isinstance(state.old, ParamState)
-            for part, placement in zip(leaves_of(state.old), state.placements, strict=True)
-            if placement.axis is None
-            for length, names in zip(part.shape, placement.axes, strict=False)
-            if names and {length, length * self._count(names)} <= named
-        ]
-
-    def _whole_met_part(self, state: Entered, part: Leaf, placement: Placement) -> bool:
-        """Whether a state is whole here, with an axis as long as a split axis of `part` as a whole."""
-        wholes = {
-            length * self._count(names)
-            for length, names in zip(part.shape, placement.axes, strict=False)
-            if self._count(names) > 1
-        }
-        return any(
-            not placement.axis_names and not wholes.isdisjoint(x.shape)
-            for x, placement in zip(leaves_of(state.old), state.placements, strict=True)
-        )
-
-    def _count(self, names: Sequence[AxisName]) -> int:
-        return math.prod(self.sizes[name] for name in names)
-
     def _with_type_hint(
         self, text: str, components: Sequence[tuple[str, str]], entered: Sequence[Entered]
     ) -> str | None:
         """The text with a hint, if what JAX names are states that enter the same on every shard."""
         same = [(state, axes) for state in entered if (axes := self._same_over(state.placements))]
         # JAX uses the names of the inner function, so only the ends of the paths agree.
-        ends = tuple(filter(None, (_last_step(path) for path, _ in components)))
+        ends = tuple(
+            step for path, _ in components for step in re.findall(r"\.\w+$|\[[^\]]*\]$", path)
+        )
         states = [(state, axes) for state, axes in same if ends and state.path.endswith(ends)]
         if not states:
             # A State that is carried by itself has no path in it. One with a policy is likelier meant.
             forms = {form for _, form in components}
-            states = [(state, axes) for state, axes in same if not forms.isdisjoint(_forms(state))]
+            states = [
+                (state, axes)
+                for state, axes in same
+                for x in leaves_of(state.seen)
+                if f"{x.dtype}[{','.join(map(str, x.shape))}]" in forms
+            ]
             states = [pair for pair in states if pair[0].old.reduce is not None] or states
         if not states:
             return None
@@ -322,15 +323,6 @@ class Instance:
             f"Mark the value as varying before the loop or branch{merged}:\n"
             f"    {state.path}.set(jax.lax.pcast({state.path}.value, {axes!r}, to='varying'))",
         )
-
-
-def _last_step(path: str) -> str:
-    return "".join(re.findall(r"\.\w+$|\[[^\]]*\]$", path))
-
-
-def _forms(state: Entered) -> list[str]:
-    """The dtypes and shapes of a state's arrays, as JAX writes them."""
-    return [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves_of(state.seen)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -393,7 +385,9 @@ class Leaving:
                 self.merged.append((written.path, policy, axes))
         # JAX's rules may have lost that what is merged differs.
         writing = [
-            written.mapped(self._typed_as_varying, axes_of_leaves)
+            written.mapped(
+                lambda x, axes: self.varying.typed_as_varying(x, frozenset(axes)), axes_of_leaves
+            )
             if written.state.reduce is not None and any(axes_of_leaves)
             else written
             for written, axes_of_leaves in zip(writing, over, strict=True)
@@ -415,9 +409,6 @@ class Leaving:
     def _one_copy(self, x: Leaf, placement: Placement) -> Leaf:
         same = self.rules.in_order(self.varying.same_over(x) - placement.axis_names)
         return one_copy(x, same) if same else x
-
-    def _typed_as_varying(self, x: Leaf, axes: Sequence[AxisName]) -> Leaf:
-        return self.varying.typed_as_varying(x, frozenset(axes))
 
     def _axes_to_merge(self, written: Written) -> list[tuple[AxisName, ...]]:
         """For each leaf the axes over which it is merged.
