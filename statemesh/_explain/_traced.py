@@ -282,9 +282,7 @@ class _Walk:
         record = Collective(
             operation=operation,
             axes=axes,
-            times=runs.times,
-            unknown_loop=runs.unknown_loop,
-            branch=runs.branch,
+            **dataclasses.asdict(runs),
             bytes=runs.times * sum(sent(opcode, size, part.bytes) for part in parts),
             arrays=tuple(map(str, parts)),
             cause=self._cause(eqn),
