@@ -734,9 +734,9 @@ def in_microbatches(
         returned: list[tuple[Skeleton, Skeleton, list[_Continued]]] = []
 
         def local(params: list[Leaf]) -> tuple[Array, list[Array]]:
-            seen, keywords = entering.seen(parts.model.filled(params), pieces[len(rows) :])
+            entered, seen, keywords = entering.seen(parts.model.filled(params), pieces[len(rows) :])
             loss, (aux, new) = fun(seen, batch.filled(pieces[: len(rows)]), keywords)
-            new, continued = entering.continued(fun.name, new)
+            new, continued = _continued(fun.name, entering.root, entered, new)
             kept = arguments | {id(x): old for x, old in zip(params, parts.params, strict=True)}
             aux, aux_arrays = taken_apart(_left(aux), kept)
             new, new_arrays = taken_apart(new, kept)
@@ -890,7 +890,6 @@ class _Entering:
             for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
             if is_state(node)
         ]
-        self.entered: list[Entered] = []
         changed = [old for _, _, old in self.olds if _enters_changed(old)]
         kept = {id(x): x for x in tree_util.tree_leaves(changed)}
         skeletons: list[Skeleton] = []
@@ -904,9 +903,11 @@ class _Entering:
         self.parts = jax.vmap(enter, axis_name=MICROBATCHES, axis_size=count)()
         (self.changed,) = skeletons
 
-    def seen(self, model: PyTree, parts: Sequence[Leaf]) -> tuple[PyTree, dict[str, PyTree]]:
-        """The model and the keyword arguments as the function sees them."""
-        self.entered = []
+    def seen(
+        self, model: PyTree, parts: Sequence[Leaf]
+    ) -> tuple[list[Entered], PyTree, dict[str, PyTree]]:
+        """The states that enter, and the model and the keyword arguments as the function sees them."""
+        entered: list[Entered] = []
         olds, changed = iter(self.olds), iter(self.changed.filled(parts))
 
         def enter(node: PyTree) -> PyTree:
@@ -914,36 +915,34 @@ class _Entering:
                 return node
             (path, keys, old), mark = next(olds), object()
             new = mark_origin(next(changed) if _enters_changed(old) else node, mark)
-            self.entered.append(Entered(mark, path, keys, old, new, (), ()))
+            entered.append(Entered(mark, path, keys, old, new, (), ()))
             return new
 
         trees = model, *self.kwargs.values()
         model, *others = [jax.tree.map(enter, tree, is_leaf=is_state) for tree in trees]
-        return model, dict(zip(self.kwargs, others, strict=True))
+        return entered, model, dict(zip(self.kwargs, others, strict=True))
 
-    def continued(self, name: str, model: PyTree) -> tuple[PyTree, list[_Continued]]:
-        """The model that was returned, with states that were not written as they came in."""
-        flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-        returned = [(keys, node) for keys, node in flat if is_state(node)]
-        sources = iter(find_origins(name, returned, self.entered, False))
-        units: list[PyTree] = []
-        continued: list[_Continued] = []
-        for keys, node in flat:
-            path = path_str(keys, self.root)
-            source = next(sources) if is_state(node) else None
-            is_written = is_state(node) and (
-                source is None or not has_same_leaves(node, source.seen)
-            )
-            if source is not None:
-                if not is_written:
-                    node = source.old._with_value(source.old.value, node._meta)
-                # What the function saw are tracers of its own trace.
-                source = dataclasses.replace(source, seen=source.old)
-            continued.append((path, source, is_written))
-            units.append(node)
-        # They hold tracers.
-        self.entered = []
-        return treedef.unflatten(units), continued
+
+def _continued(
+    name: str, root: str, entered: Sequence[Entered], model: PyTree
+) -> tuple[PyTree, list[_Continued]]:
+    """The model that was returned, with states that were not written as they came in."""
+    flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    returned = [(keys, node) for keys, node in flat if is_state(node)]
+    sources = iter(find_origins(name, returned, entered, False))
+    units: list[PyTree] = []
+    continued: list[_Continued] = []
+    for keys, node in flat:
+        source = next(sources) if is_state(node) else None
+        is_written = is_state(node) and (source is None or not has_same_leaves(node, source.seen))
+        if source is not None:
+            if not is_written:
+                node = source.old._with_value(source.old.value, node._meta)
+            # What the function saw are tracers of its own trace.
+            source = dataclasses.replace(source, seen=source.old)
+        continued.append((path_str(keys, root), source, is_written))
+        units.append(node)
+    return treedef.unflatten(units), continued
 
 
 def _enters_changed(state: State) -> bool:
@@ -970,17 +969,19 @@ class _MicrobatchRules(AxisRules):
             if write.state.reduce is None and type(write.state).leave is State.leave
         ]
         arrays = mistakes.varying
-        mends = []
+        remedies = []
         if unmerged:
-            mends.append(
+            remedies.append(
                 "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
                 "function"
             )
         if arrays:
-            mends.append(
+            remedies.append(
                 "put an array that is written into a State, which can say how writes are merged"
             )
-        mends.append("return the microbatches' own values as auxiliary ones, with `has_aux=True`")
+        remedies.append(
+            "return the microbatches' own values as auxiliary ones, with `has_aux=True`"
+        )
         if unmerged or arrays:
             items = [(write.path, write.state) for write in unmerged]
             items += [(write.path, write.value) for write in arrays]
@@ -988,7 +989,7 @@ class _MicrobatchRules(AxisRules):
                 DivergedStateError,
                 f"value_and_grad: the microbatches of {name} wrote different values, but the model keeps one",
                 [f"{path}: {describe(value)}" for path, value in items],
-                listed("Mend it in one of these ways", mends),
+                listed("Mend it in one of these ways", remedies),
             )
         if mistakes.diverged:
             raise error_listing(

@@ -76,7 +76,7 @@ class Reduction:
                 shared,
                 listed(
                     "JAX would sum their gradients over the shards. Write one of",
-                    loss_mends(differs),
+                    loss_remedies(differs),
                 ),
             )
 
@@ -308,7 +308,7 @@ def loss_exchanged(name: str, axes: Sequence[AxisName]) -> StatemeshError:
         StatemeshError,
         f"{loss_str(name)} varies over {quoted(axes)}, which axis_name does not name, and depends on what "
         "the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of",
-        loss_mends(axes),
+        loss_remedies(axes),
     )
 
 
@@ -316,7 +316,7 @@ def loss_str(name: str) -> str:
     return f"value_and_grad: the loss that {name} returns"
 
 
-def loss_mends(axes: Sequence[AxisName]) -> list[str]:
+def loss_remedies(axes: Sequence[AxisName]) -> list[str]:
     axis = axes_argument(axes)
     return [
         f"`axis_name={axis!r}` (and any other axes to reduce over), for the mean of the shards' losses",

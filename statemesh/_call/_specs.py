@@ -47,7 +47,7 @@ class Entries:
 
     **Attributes:**
 
-    - `head`, `for_states`, `mend`: the words of the latter error.
+    - `head`, `for_states`, `remedy`: the words of the latter error.
     """
 
     is_entry: Callable[[object], bool]
@@ -55,7 +55,7 @@ class Entries:
     error: type[Exception]
     head: str
     for_states: str
-    mend: str
+    remedy: str
 
 
 SPECS = Entries(
@@ -98,7 +98,7 @@ def broadcast_prefix(
             pairs = zip(leaves, structure.flatten_up_to(tree), strict=True)
             return [e for e, part in pairs for _ in tree_util.tree_leaves(part, is_leaf=is_state)]
     items = list(_mismatches(entries, prefix, tree, what, root))
-    raise error_listing(entries.error, entries.head, items, entries.mend)
+    raise error_listing(entries.error, entries.head, items, entries.remedy)
 
 
 def _mismatches(

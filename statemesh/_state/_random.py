@@ -40,8 +40,8 @@ from ._values import Meta, conform
 
 
 _THREEFRY = frozenset({"threefry2x32", "threefry4x32"})
-# From these, too, `jax.vmap` draws for each key its own numbers. From `rbg` keys it draws all numbers from the
-# first key, on purpose: https://github.com/jax-ml/jax/issues/19085
+# From these, too, `jax.vmap` draws for each key its own numbers. Of `rbg` keys it takes the first one for all
+# lanes, on purpose: https://github.com/jax-ml/jax/issues/19085
 _KEY_BY_KEY = _THREEFRY | {"philox2x32", "philox4x32"}
 
 
@@ -386,8 +386,8 @@ class RandomState(State):
             ```
         """
         self._check_single()
-        expected = "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')"
-        n = count("RandomState.rows", "n", n, expected)
+        expected = "an int, 0 or more: the number of rows that this shard holds"
+        n = count("RandomState.rows", "n", n, f"{expected}, as in rows(x.shape[0], 'data')")
         numbers = row_numbers("RandomState.rows", n, axis_name, self._shared)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
         _, drawn = advance(again(stream._shared[-1].key if stream._shared else self.value))
