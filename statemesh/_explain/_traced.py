@@ -13,17 +13,17 @@ import numpy as np
 from .._axes._mesh_and_lanes import MERGING
 from .._axes._reduction import GRADIENT, LOSS, REDUCING
 from .._base._errors import first_paths
-from .._base._types import Array, AxisName, Leaf, flat_names
+from .._base._types import Array, AxisName, Leaf
+from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
+from .._jax._frames import OWN_FOLDER
 from ._explanation import Collective
 
 
 # The file and the line of a frame.
 Frame: TypeAlias = tuple[str, int]
 
-_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Libraries that stand around users' functions, and around ours. Nobody looks for a line there.
 _AROUND = re.compile(r"[\\/]site-packages[\\/](equinox|jaxtyping|beartype)[\\/]|^<@beartype")
 
@@ -32,11 +32,11 @@ def frames_of(eqn: Equation) -> tuple[Frame, ...]:
     """The frames in which an equation was traced, the innermost first, without JAX's own."""
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     frames = [(frame.file_name, frame.line_num) for frame in getattr(traceback, "frames", ())]
-    return tuple(frame for frame in frames if not frame[0].startswith(_JAX))
+    return tuple(frame for frame in frames if not frame[0].startswith(compat.JAX_FOLDER))
 
 
 def _is_users(frame: Frame) -> bool:
-    return not frame[0].startswith((_OWN, _JAX)) and not _AROUND.search(frame[0])
+    return not frame[0].startswith((OWN_FOLDER, compat.JAX_FOLDER)) and not _AROUND.search(frame[0])
 
 
 def user_line(frames: Sequence[Frame]) -> str:
@@ -210,8 +210,7 @@ class _Walk:
     def _axes(self, eqn: Equation) -> tuple[AxisName, ...]:
         if eqn.primitive.name in _SILENT or jaxprs.jaxprs_of(eqn):
             return ()
-        named = [n for key in ("axes", "axis_name") for n in flat_names(eqn.params.get(key))]
-        return tuple(n for n in named if not isinstance(n, int) and n in self.scope.sizes)
+        return tuple(name for name in jaxprs.axes_named(eqn) if name in self.scope.sizes)
 
     def _inner(self, eqn: Equation) -> Iterator[tuple[Jaxpr, _Scope]]:
         """The jaxprs that an equation runs, and how often."""
