@@ -149,17 +149,6 @@ def sent(opcode: str, size: int, operand: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scope:
-    """Where an equation stands: the sizes of the bound axes, and how often it runs."""
-
-    sizes: Mapping[AxisName, int]
-    runs: Runs = Runs()
-    # Where the equation around it was traced, and JAX's own names of what it stands in.
-    frames: tuple[Frame, ...] = ()
-    stack: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Mapped:
     """A mapped call in a program: its name, and for each result the paths of the states merged into it."""
 
@@ -178,43 +167,54 @@ def traced_collectives(jaxpr: Any, calls: Sequence[Mapped]) -> list[TracedCollec
 
     - `calls`: the mapped calls that the program makes.
     """
-    return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope({}), calls, lambda at: set()).collectives())
+    return list(_Walk(jaxprs.open_jaxpr(jaxpr), calls, lambda at: set(), {}).collectives())
 
 
+@dataclasses.dataclass
 class _Walk:
-    """A walk along one jaxpr and those that it runs."""
+    """A walk along one jaxpr and those that it runs.
 
-    def __init__(
-        self, jaxpr: Jaxpr, scope: _Scope, calls: Sequence[Mapped], outward: _Outward
-    ) -> None:
-        self.jaxpr = jaxpr
-        self.scope = scope
-        self.calls = calls
-        self.outward = outward
+    **Attributes:**
+
+    - `calls`: the mapped calls that the program makes.
+    - `outward`: what results of the jaxpr become outside.
+    - `sizes`: of the bound axes.
+    - `runs`: how often the jaxpr runs.
+    - `frames`, `stack`: where the equation around it was traced, and JAX's own names of what it stands in.
+    """
+
+    jaxpr: Jaxpr
+    calls: Sequence[Mapped]
+    outward: _Outward
+    sizes: Mapping[AxisName, int]
+    runs: Runs = Runs()
+    frames: tuple[Frame, ...] = ()
+    stack: str = ""
+
+    def __post_init__(self) -> None:
         self.readers: dict[int, list[Equation]] = {}
-        for eqn in jaxpr.eqns:
+        for eqn in self.jaxpr.eqns:
             for operand in eqn.invars:
                 self.readers.setdefault(id(operand), []).append(eqn)
         self.results: dict[int, list[int]] = {}
-        for k, result in enumerate(jaxpr.outvars):
+        for k, result in enumerate(self.jaxpr.outvars):
             self.results.setdefault(id(result), []).append(k)
 
     def collectives(self) -> Iterator[TracedCollective]:
         for eqn in self.jaxpr.eqns:
             if axes := self._axes(eqn):
                 yield self._collective(eqn, axes)
-            for inner, scope in self._inner(eqn):
-                outward = self._through(eqn, inner)
-                yield from _Walk(inner, scope, self.calls, outward).collectives()
+            for walk in self._inner(eqn):
+                yield from walk.collectives()
 
     def _axes(self, eqn: Equation) -> tuple[AxisName, ...]:
         if eqn.primitive.name in _SILENT or jaxprs.jaxprs_of(eqn):
             return ()
-        return tuple(name for name in jaxprs.axes_named(eqn) if name in self.scope.sizes)
+        return tuple(name for name in jaxprs.axes_named(eqn) if name in self.sizes)
 
-    def _inner(self, eqn: Equation) -> Iterator[tuple[Jaxpr, _Scope]]:
-        """The jaxprs that an equation runs, and how often."""
-        sizes, runs = self.scope.sizes, self.scope.runs
+    def _inner(self, eqn: Equation) -> Iterator["_Walk"]:
+        """The walks along the jaxprs that an equation runs."""
+        sizes, runs = self.sizes, self.runs
         match eqn.primitive.name:
             case "shard_map":
                 sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
@@ -224,9 +224,10 @@ class _Walk:
                 runs = runs.in_loop(None)
             case "cond":
                 runs = runs.in_branch()
-        scope = _Scope(sizes, runs, self._frames(eqn), self._stack(eqn))
+        frames, stack = self._frames(eqn), self._stack(eqn)
         for inner in jaxprs.jaxprs_of(eqn):
-            yield inner, scope
+            outward = self._through(eqn, inner)
+            yield _Walk(inner, self.calls, outward, sizes, runs, frames, stack)
 
     def _through(self, eqn: Equation, inner: Jaxpr) -> _Outward:
         """What the results of an inner jaxpr become outside of its equation."""
@@ -238,7 +239,7 @@ class _Walk:
 
     def _frames(self, eqn: Equation) -> tuple[Frame, ...]:
         """Where an equation was traced, with the frames around it where JAX has left those out."""
-        inner, around = frames_of(eqn), self.scope.frames
+        inner, around = frames_of(eqn), self.frames
         return inner if inner[len(inner) - len(around) :] == around else inner + around
 
     def _merged_by(self, inner: Jaxpr) -> tuple[tuple[str, ...], ...]:
@@ -272,10 +273,10 @@ class _Walk:
         return names | self.outward(reached)
 
     def _collective(self, eqn: Equation, axes: tuple[AxisName, ...]) -> TracedCollective:
-        name, runs, frames = eqn.primitive.name, self.scope.runs, self._frames(eqn)
+        name, runs, frames = eqn.primitive.name, self.runs, self._frames(eqn)
         operation = _SPELLINGS.get(name, name)
         groups = eqn.params.get("axis_index_groups")
-        size = len(groups[0]) if groups else math.prod(self.scope.sizes[axis] for axis in axes)
+        size = len(groups[0]) if groups else math.prod(self.sizes[axis] for axis in axes)
         parts = tuple(_part(operand.aval) for operand in eqn.invars)
         opcode = OPCODES.get(operation, operation)
         record = Collective(
@@ -309,7 +310,7 @@ class _Walk:
 
     def _stack(self, eqn: Equation) -> str:
         """JAX's own names of what it transposes and recomputes around an equation."""
-        return f"{self.scope.stack}/{getattr(eqn.source_info, 'name_stack', '')}"
+        return f"{self.stack}/{getattr(eqn.source_info, 'name_stack', '')}"
 
     def _gradients(self, eqn: Equation) -> str:
         gradients: list[str] = []
