@@ -30,7 +30,7 @@ from .._jax._compat import tree_util
 from .._jax._dataflow import sources
 from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
-from ._arguments import Call, Unit, inside_modules
+from ._arguments import Call, inside_modules
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
 from ._placement import Input, RankMismatch
 from ._rules import Declared, Diverged, Mistakes, Rules, Varying
@@ -101,7 +101,13 @@ class Instance:
         ]
 
         def enter_all(*olds: State) -> list[State]:
-            return list(map(self._enter, units, olds, placements))
+            entering = []
+            for unit, old, places in zip(units, olds, placements, strict=True):
+                try:
+                    entering.append(checked_state(old.enter(self._same_over(places)), old, "enter"))
+                except errors.StatemeshError as error:
+                    raise type(error)(f"{unit.path}: {error}") from None
+            return entering
 
         seen = varying.run(enter_all, olds)
         entered: list[Entered] = []
@@ -112,13 +118,6 @@ class Instance:
             new = mark_origin(new, mark)
             entered.append(Entered(mark, unit.path, unit.keys, old, new, places, numbers))
         return entered
-
-    def _enter(self, unit: Unit, old: State, placements: Sequence[Placement]) -> State:
-        try:
-            seen: object = old.enter(self._same_over(placements))
-        except errors.StatemeshError as error:
-            raise type(error)(f"{unit.path}: {error}") from None
-        return checked_state(seen, old, "enter")
 
     def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.call.unit_def.unflatten(units)
