@@ -969,27 +969,23 @@ class _MicrobatchRules(AxisRules):
             if write.state.reduce is None and type(write.state).leave is State.leave
         ]
         arrays = mistakes.varying
-        remedies = []
-        if unmerged:
-            remedies.append(
-                "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
-                "function"
-            )
-        if arrays:
-            remedies.append(
-                "put an array that is written into a State, which can say how writes are merged"
-            )
-        remedies.append(
-            "return the microbatches' own values as auxiliary ones, with `has_aux=True`"
-        )
         if unmerged or arrays:
             items = [(write.path, write.state) for write in unmerged]
             items += [(write.path, write.value) for write in arrays]
+            remedies = {
+                "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
+                "function": unmerged,
+                "put an array that is written into a State, which can say how writes are merged": arrays,
+                "return the microbatches' own values as auxiliary ones, with `has_aux=True`": True,
+            }
             raise error_listing(
                 DivergedStateError,
                 f"value_and_grad: the microbatches of {name} wrote different values, but the model keeps one",
                 [f"{path}: {describe(value)}" for path, value in items],
-                listed("Mend it in one of these ways", remedies),
+                listed(
+                    "Mend it in one of these ways",
+                    [text for text, fits in remedies.items() if fits],
+                ),
             )
         if mistakes.diverged:
             raise error_listing(
@@ -1066,7 +1062,7 @@ def _left_together(
             for i, (_, _, is_written) in enumerate(continued)
             if is_written and (checked and callable(units[i].reduce)) is outside
         ]
-        for i, state in zip(at, left(at, outside) if at or not outside else (), strict=True):
+        for i, state in zip(at, left(at, outside) if at or arrays else (), strict=True):
             # Where nothing shows what it continues, the surrounding call is not to take it for known.
             old = None if origin(units[i]) is None else continued[i][1]
             units[i] = mark_origin(state, None if old is None else origin(old.old))

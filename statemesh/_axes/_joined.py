@@ -19,7 +19,7 @@ from .._jax._jaxprs import Rule
 
 
 AnyArray: TypeAlias = Any
-"""An array of JAX's or of NumPy's, traced or not: a leaf of a user's tree may be any of them."""
+"""A JAX or NumPy array, traced or not: a leaf of a user's tree may be either."""
 
 
 def is_narrow(dtype: DTypeLike) -> bool:

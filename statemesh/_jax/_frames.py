@@ -33,7 +33,7 @@ def without_own_frames(fun: F) -> F:
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         try:
             return fun(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # Whatever the user's function raises.
             leave_out_own(error)
             raise
 

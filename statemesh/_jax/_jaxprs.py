@@ -228,7 +228,7 @@ def exchanged_by(eqn: Equation) -> Axes:
 
 
 def calls_back(eqn: Equation) -> bool:
-    """Whether an equation runs Python code of the user's."""
+    """Whether an equation runs the user's Python code."""
     return "callback" in eqn.primitive.name
 
 

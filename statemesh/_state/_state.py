@@ -230,8 +230,8 @@ class State(NoArray, Shown, Generic[Value]):
         reduce: Reduce = None,
         _meta: Meta | None = None,
     ) -> None:
-        # JAX rebuilds nodes with `_meta` given and any object as the value. Only a call of the user's own has
-        # values to convert and mistakes to find.
+        # JAX rebuilds nodes with `_meta` and any object as the value. Only where the user makes a state are
+        # there values to convert and mistakes to find.
         if _meta is None:
             set_value(self, arrays(value))
             set_meta(self, _checked_meta(type(self), name, tag, spec, reduce))
