@@ -728,19 +728,19 @@ def in_microbatches(
     entering = _Entering(fun.fun, model, kwargs, count)
     arguments = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
     params = scope.cast(parts.params)
-    results: list[tuple[Skeleton, Skeleton, list[_Continued], Axes]] = []
+    results: list[tuple[Skeleton, Skeleton, list[_ReturnedUnit], Axes]] = []
 
     def microbatch(params: list[Leaf], pieces: list[Leaf]) -> tuple[Array, list[Leaf], list[Array]]:
-        returned: list[tuple[Skeleton, Skeleton, list[_Continued]]] = []
+        returned: list[tuple[Skeleton, Skeleton, list[_ReturnedUnit]]] = []
 
         def local(params: list[Leaf]) -> tuple[Array, list[Array]]:
             entered, seen, keywords = entering.seen(parts.model.filled(params), pieces[len(rows) :])
             loss, (aux, new) = fun(seen, batch.filled(pieces[: len(rows)]), keywords)
-            new, continued = _continued(fun.name, entering.root, entered, new)
+            new, returned_units = _unwritten_restored(fun.name, entering.root, entered, new)
             kept = arguments | {id(x): old for x, old in zip(params, parts.params, strict=True)}
-            aux, aux_arrays = taken_apart(_left(aux), kept)
+            aux, aux_arrays = taken_apart(_outside(aux), kept)
             new, new_arrays = taken_apart(new, kept)
-            returned[:] = [(aux, new, continued)]
+            returned[:] = [(aux, new, returned_units)]
             return loss, [*aux_arrays, *new_arrays]
 
         loss, pull, arrays = jax.vjp(local, params, has_aux=True)
@@ -754,7 +754,7 @@ def in_microbatches(
             *((again(x) if is_key(x) else x)[0] for x in entering.parts),
         ]
         closed = compat.trace_marked(microbatch, [params, first], [IN_MICROBATCHES])
-    ((aux, new, continued, crossed),) = results
+    ((aux, new, returned_units, crossed),) = results
     program = jaxprs.open_jaxpr(closed)
     facts = all_axes(program, [*[NO_AXES] * len(params), *[_DIFFERS] * len(first)])
     differs = [bool(axes & _DIFFERS) for axes in facts]
@@ -807,7 +807,7 @@ def in_microbatches(
         for k, x in enumerate(outputs[of_model:], start=of_model)
     ]
     stacked = {id(x) for x, hit in zip(of_all, differs[of_model:], strict=True) if hit}
-    model = _left_together(fun.name, new.filled(of_all), stacked, continued, count)
+    model = _left_together(fun.name, new.filled(of_all), stacked, returned_units, count)
     # Of auxiliary values every array is stacked, also those that all microbatches share.
     shared = [
         jnp.broadcast_to(x, (count, *x.shape)) if isinstance(x, jax.Array | np.ndarray) else x
@@ -869,7 +869,7 @@ def _split_rows(
 
 # Of a state in a model that a microbatch returned, or of a leaf outside of any: its path, the state that it
 # continues, and whether it was written.
-_Continued: TypeAlias = tuple[str, Entered | None, bool]
+_ReturnedUnit: TypeAlias = tuple[str, Entered | None, bool]
 
 
 class _Entering:
@@ -923,15 +923,15 @@ class _Entering:
         return entered, model, dict(zip(self.kwargs, others, strict=True))
 
 
-def _continued(
+def _unwritten_restored(
     name: str, root: str, entered: Sequence[Entered], model: PyTree
-) -> tuple[PyTree, list[_Continued]]:
+) -> tuple[PyTree, list[_ReturnedUnit]]:
     """The model that was returned, with states that were not written as they came in."""
     flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
     returned = [(keys, node) for keys, node in flat if is_state(node)]
     sources = iter(find_origins(name, returned, entered, False))
     units: list[PyTree] = []
-    continued: list[_Continued] = []
+    returned_units: list[_ReturnedUnit] = []
     for keys, node in flat:
         source = next(sources) if is_state(node) else None
         is_written = is_state(node) and (source is None or not has_same_leaves(node, source.seen))
@@ -940,16 +940,16 @@ def _continued(
                 node = source.old._with_value(source.old.value, node._meta)
             # What the function saw are tracers of its own trace.
             source = dataclasses.replace(source, seen=source.old)
-        continued.append((path_str(keys, root), source, is_written))
+        returned_units.append((path_str(keys, root), source, is_written))
         units.append(node)
-    return treedef.unflatten(units), continued
+    return treedef.unflatten(units), returned_units
 
 
 def _enters_changed(state: State) -> bool:
     return type(state).enter is not State.enter
 
 
-def _left(tree: PyTree) -> PyTree:
+def _outside(tree: PyTree) -> PyTree:
     """Auxiliary values, with states as they are outside of any microbatch."""
 
     def leave(node: PyTree) -> PyTree:
@@ -1001,7 +1001,7 @@ class _MicrobatchRules(AxisRules):
 
 
 def _left_together(
-    name: str, model: PyTree, stacked: Set[int], continued: Sequence[_Continued], count: int
+    name: str, model: PyTree, stacked: Set[int], returned_units: Sequence[_ReturnedUnit], count: int
 ) -> PyTree:
     """The model that all microbatches together have made.
 
@@ -1014,12 +1014,12 @@ def _left_together(
     units, treedef = tree_util.tree_flatten(model, is_leaf=is_state)
     arrays = [
         Varying(path, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rules.names, None)
-        for x, (path, _, _) in zip(units, continued, strict=True)
+        for x, (path, _, _) in zip(units, returned_units, strict=True)
         if id(x) in stacked
     ]
 
-    def left(at: Sequence[int], outside: bool) -> list[State]:
-        olds = [continued[i][1] for i in at]
+    def group_left(at: Sequence[int], outside: bool) -> list[State]:
+        olds = [returned_units[i][1] for i in at]
         before, operands = taken_apart(
             [(units[i], old and old.old) for i, old in zip(at, olds, strict=True)]
         )
@@ -1032,7 +1032,7 @@ def _left_together(
             for i, old, (new, came) in zip(at, olds, before.filled(operands), strict=True):
                 placements = [rules.auxiliary()] * len(values(new))
                 entered = old and dataclasses.replace(old, old=came)
-                writing.append(Written(new, entered, UNDECLARED, continued[i][0], placements))
+                writing.append(Written(new, entered, UNDECLARED, returned_units[i][0], placements))
             merged = leaving.merge(writing)
             for written in merged:
                 leaving.state(written)
@@ -1059,11 +1059,11 @@ def _left_together(
     for outside in (False, True):
         at = [
             i
-            for i, (_, _, is_written) in enumerate(continued)
+            for i, (_, _, is_written) in enumerate(returned_units)
             if is_written and (checked and callable(units[i].reduce)) is outside
         ]
-        for i, state in zip(at, left(at, outside) if at or arrays else (), strict=True):
+        for i, state in zip(at, group_left(at, outside) if at or arrays else (), strict=True):
             # Where nothing shows what it continues, the surrounding call is not to take it for known.
-            old = None if origin(units[i]) is None else continued[i][1]
+            old = None if origin(units[i]) is None else returned_units[i][1]
             units[i] = mark_origin(state, None if old is None else origin(old.old))
     return treedef.unflatten(units)
