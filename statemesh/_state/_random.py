@@ -242,9 +242,7 @@ def _equal(a: Array, b: Array) -> Array:
 
 def _unless(even: Array, key: Array, before: Array) -> Array:
     """`key` where `even`, else a key aside from the line of `before`."""
-    other = folded(again(before), _UNEVEN_DRAWS)
-    if key.dtype != before.dtype:
-        other = _of(_seed(other), key)
+    other = _of(jax.random.fold_in(_seed(again(before)), _UNEVEN_DRAWS), key)
     return again(jnp.where(even, again(key), other))
 
 
