@@ -25,7 +25,7 @@ from ._base._errors import (
     typed_str,
 )
 from ._base._specs import PerShard, entry_of, is_spec, mentioned, written_axes
-from ._base._trees import describe, has_packed, is_state, path_str
+from ._base._trees import describe, has_packed, is_packed, is_state, is_state_or_packed, path_str
 from ._base._types import (
     NO_AXES,
     AnyMesh,

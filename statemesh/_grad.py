@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import TypeAlias, cast
 
@@ -19,7 +19,6 @@ from ._axes._mesh_and_lanes import (
     gradients_around,
     inside_microbatches,
     meshes_and_lanes,
-    varying_over,
 )
 from ._axes._reduction import Pending, Reduction, loss_exchanged, loss_str, reduce_on_mesh
 from ._base import _errors as errors
@@ -64,17 +63,20 @@ from ._base._types import (
     Size,
 )
 from ._call._arguments import inside_modules
+from ._call._axis_rules import AxisRules
+from ._call._instances import Lanes
 from ._call._origins import (
     Entered,
     Skeleton,
     find_origins,
     has_same_leaves,
-    leaves_of,
     taken_apart,
     values,
 )
 from ._call._packed import members, shapes_of, with_models
-from ._call._per_shard import all_left, checked_state, filled
+from ._call._per_shard import Leaving, Written, checked_state
+from ._call._rules import Mistakes, Varying
+from ._call._specs import UNDECLARED
 from ._call._varying import FromTypes
 from ._jax import _compat as compat
 from ._jax import _explicit as explicit
@@ -726,19 +728,19 @@ def in_microbatches(
     entering = _Entering(fun.fun, model, kwargs, count)
     arguments = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
     params = scope.cast(parts.params)
-    results: list[tuple[Skeleton, Skeleton, list[_Continued], Axes]] = []
+    results: list[tuple[Skeleton, Skeleton, list[_ReturnedUnit], Axes]] = []
 
     def microbatch(params: list[Leaf], pieces: list[Leaf]) -> tuple[Array, list[Leaf], list[Array]]:
-        returned: list[tuple[Skeleton, Skeleton, list[_Continued]]] = []
+        returned: list[tuple[Skeleton, Skeleton, list[_ReturnedUnit]]] = []
 
         def local(params: list[Leaf]) -> tuple[Array, list[Array]]:
-            seen, keywords = entering.seen(parts.model.filled(params), pieces[len(rows) :])
+            entered, seen, keywords = entering.seen(parts.model.filled(params), pieces[len(rows) :])
             loss, (aux, new) = fun(seen, batch.filled(pieces[: len(rows)]), keywords)
-            new, continued = entering.continued(fun.name, new)
+            new, returned_units = _unwritten_restored(fun.name, entering.root, entered, new)
             kept = arguments | {id(x): old for x, old in zip(params, parts.params, strict=True)}
-            aux, aux_arrays = taken_apart(_left(aux), kept)
+            aux, aux_arrays = taken_apart(_outside(aux), kept)
             new, new_arrays = taken_apart(new, kept)
-            returned[:] = [(aux, new, continued)]
+            returned[:] = [(aux, new, returned_units)]
             return loss, [*aux_arrays, *new_arrays]
 
         loss, pull, arrays = jax.vjp(local, params, has_aux=True)
@@ -752,7 +754,7 @@ def in_microbatches(
             *((again(x) if is_key(x) else x)[0] for x in entering.parts),
         ]
         closed = compat.trace_marked(microbatch, [params, first], [IN_MICROBATCHES])
-    ((aux, new, continued, crossed),) = results
+    ((aux, new, returned_units, crossed),) = results
     program = jaxprs.open_jaxpr(closed)
     facts = all_axes(program, [*[NO_AXES] * len(params), *[_DIFFERS] * len(first)])
     differs = [bool(axes & _DIFFERS) for axes in facts]
@@ -800,17 +802,12 @@ def in_microbatches(
     left = iter(stacks)
     outputs = [next(left) if hit else once[k] for k, hit in enumerate(is_stacked)]
     loss, *grads = [x / count if scope.reduction.mean else x for x in outputs[:summed]]
-    model = _merged(
-        fun.name,
-        new.filled(
-            [
-                x[0] if is_stacked[k] and not differs[k] else x
-                for k, x in enumerate(outputs[of_model:], start=of_model)
-            ]
-        ),
-        new.filled(differs[of_model:]),
-        continued,
-    )
+    of_all = [
+        x[0] if is_stacked[k] and not differs[k] else x
+        for k, x in enumerate(outputs[of_model:], start=of_model)
+    ]
+    stacked = {id(x) for x, hit in zip(of_all, differs[of_model:], strict=True) if hit}
+    model = _left_together(fun.name, new.filled(of_all), stacked, returned_units, count)
     # Of auxiliary values every array is stacked, also those that all microbatches share.
     shared = [
         jnp.broadcast_to(x, (count, *x.shape)) if isinstance(x, jax.Array | np.ndarray) else x
@@ -871,8 +868,8 @@ def _split_rows(
 
 
 # Of a state in a model that a microbatch returned, or of a leaf outside of any: its path, the state that it
-# continues, as it came in, and whether it was written.
-_Continued: TypeAlias = tuple[str, State | None, bool]
+# continues, and whether it was written.
+_ReturnedUnit: TypeAlias = tuple[str, Entered | None, bool]
 
 
 class _Entering:
@@ -893,7 +890,6 @@ class _Entering:
             for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
             if is_state(node)
         ]
-        self.entered: list[Entered] = []
         changed = [old for _, _, old in self.olds if _enters_changed(old)]
         kept = {id(x): x for x in tree_util.tree_leaves(changed)}
         skeletons: list[Skeleton] = []
@@ -907,9 +903,11 @@ class _Entering:
         self.parts = jax.vmap(enter, axis_name=MICROBATCHES, axis_size=count)()
         (self.changed,) = skeletons
 
-    def seen(self, model: PyTree, parts: Sequence[Leaf]) -> tuple[PyTree, dict[str, PyTree]]:
-        """The model and the keyword arguments as the function sees them."""
-        self.entered = []
+    def seen(
+        self, model: PyTree, parts: Sequence[Leaf]
+    ) -> tuple[list[Entered], PyTree, dict[str, PyTree]]:
+        """The states that enter, and the model and the keyword arguments as the function sees them."""
+        entered: list[Entered] = []
         olds, changed = iter(self.olds), iter(self.changed.filled(parts))
 
         def enter(node: PyTree) -> PyTree:
@@ -917,40 +915,41 @@ class _Entering:
                 return node
             (path, keys, old), mark = next(olds), object()
             new = mark_origin(next(changed) if _enters_changed(old) else node, mark)
-            self.entered.append(Entered(mark, path, keys, old, new, (), ()))
+            entered.append(Entered(mark, path, keys, old, new, (), ()))
             return new
 
         trees = model, *self.kwargs.values()
         model, *others = [jax.tree.map(enter, tree, is_leaf=is_state) for tree in trees]
-        return model, dict(zip(self.kwargs, others, strict=True))
+        return entered, model, dict(zip(self.kwargs, others, strict=True))
 
-    def continued(self, name: str, model: PyTree) -> tuple[PyTree, list[_Continued]]:
-        """The model that was returned, with states that were not written as they came in."""
-        flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-        returned = [(keys, node) for keys, node in flat if is_state(node)]
-        sources = iter(find_origins(name, returned, self.entered, False))
-        units: list[PyTree] = []
-        continued: list[_Continued] = []
-        for keys, node in flat:
-            path = path_str(keys, self.root)
-            source = next(sources) if is_state(node) else None
-            is_written = is_state(node) and (
-                source is None or not has_same_leaves(node, source.seen)
-            )
-            if source is not None and not is_written:
+
+def _unwritten_restored(
+    name: str, root: str, entered: Sequence[Entered], model: PyTree
+) -> tuple[PyTree, list[_ReturnedUnit]]:
+    """The model that was returned, with states that were not written as they came in."""
+    flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    returned = [(keys, node) for keys, node in flat if is_state(node)]
+    sources = iter(find_origins(name, returned, entered, False))
+    units: list[PyTree] = []
+    returned_units: list[_ReturnedUnit] = []
+    for keys, node in flat:
+        source = next(sources) if is_state(node) else None
+        is_written = is_state(node) and (source is None or not has_same_leaves(node, source.seen))
+        if source is not None:
+            if not is_written:
                 node = source.old._with_value(source.old.value, node._meta)
-            continued.append((path, None if source is None else source.old, is_written))
-            units.append(node)
-        # They hold tracers.
-        self.entered = []
-        return treedef.unflatten(units), continued
+            # What the function saw are tracers of its own trace.
+            source = dataclasses.replace(source, seen=source.old)
+        returned_units.append((path_str(keys, root), source, is_written))
+        units.append(node)
+    return treedef.unflatten(units), returned_units
 
 
 def _enters_changed(state: State) -> bool:
     return type(state).enter is not State.enter
 
 
-def _left(tree: PyTree) -> PyTree:
+def _outside(tree: PyTree) -> PyTree:
     """Auxiliary values, with states as they are outside of any microbatch."""
 
     def leave(node: PyTree) -> PyTree:
@@ -960,136 +959,111 @@ def _left(tree: PyTree) -> PyTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Written:
-    """A written state, and which of its leaves hold the values of all microbatches along their first axis."""
+class _MicrobatchRules(AxisRules):
+    """Microbatches leave as lanes do of which the result keeps one copy, with errors in their own words."""
 
-    state: State
-    old: State | None
-    path: str
-    stacked: list[bool]
-
-    @property
-    def over(self) -> list[tuple[str, ...]]:
-        """For each leaf of the value whether it is merged. A function sees all leaves, or none."""
-        here = self.stacked[: len(values(self.state))]
-        if not isinstance(self.state.reduce, str):
-            here = [any(here)] * len(here)
-        return [_NAMES if hit else () for hit in here]
-
-    @property
-    def has_own_way(self) -> bool:
-        """Whether its kind merges microbatches in another way than shards."""
-        own_way = type(self.state)._of_microbatches is not State._of_microbatches
-        return own_way and any(self.over)
-
-    @property
-    def has_no_policy(self) -> bool:
-        own_way = self.has_own_way or type(self.state).leave is not State.leave
-        return any(self.over) and self.state.reduce is None and not own_way
-
-
-def _merged(name: str, model: PyTree, differs: PyTree, continued: Sequence[_Continued]) -> PyTree:
-    """The model that all microbatches together have made.
-
-    **Arguments:**
-
-    - `model`: with the values of all microbatches along the first axis of the leaves that may differ.
-    - `differs`: the model with `True` in place of these leaves.
-    """
-    units, treedef = tree_util.tree_flatten(model, is_leaf=is_state)
-    hits = tree_util.tree_leaves(differs, is_leaf=is_state)
-    writing: dict[int, _Written] = {}
-    states: list[tuple[str, object]] = []
-    arrays: list[tuple[str, object]] = []
-    for i, (unit, hit, source) in enumerate(zip(units, hits, continued, strict=True)):
-        path, old, is_written = source
-        if is_written:
-            stacked = [x is True for x in leaves_of(hit)]
-            writing[i] = written = _Written(unit, old, path, stacked)
-            if written.has_no_policy:
-                pairs = zip(leaves_of(unit), stacked, strict=True)
-                leaves = [_of_first(x) if is_stacked else x for x, is_stacked in pairs]
-                states.append((path, filled(unit, leaves)))
-        elif hit is True:
-            arrays.append((path, _of_first(unit)))
-    if states or arrays:
-        mends = []
-        if states:
-            mends.append(
+    def refuse(self, name: str, mistakes: Mistakes) -> None:
+        unmerged = [
+            write
+            for write in mistakes.diverged
+            if write.state.reduce is None and type(write.state).leave is State.leave
+        ]
+        arrays = mistakes.varying
+        if unmerged or arrays:
+            items = [(write.path, write.state) for write in unmerged]
+            items += [(write.path, write.value) for write in arrays]
+            remedies = {
                 "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
-                "function"
+                "function": unmerged,
+                "put an array that is written into a State, which can say how writes are merged": arrays,
+                "return the microbatches' own values as auxiliary ones, with `has_aux=True`": True,
+            }
+            raise error_listing(
+                DivergedStateError,
+                f"value_and_grad: the microbatches of {name} wrote different values, but the model keeps one",
+                [f"{path}: {describe(value)}" for path, value in items],
+                listed(
+                    "Mend it in one of these ways",
+                    [text for text, fits in remedies.items() if fits],
+                ),
             )
-        if arrays:
-            mends.append(
-                "put an array that is written into a State, which can say how writes are merged"
-            )
-        mends.append("return the microbatches' own values as auxiliary ones, with `has_aux=True`")
-        raise error_listing(
-            DivergedStateError,
-            f"value_and_grad: the microbatches of {name} wrote different values, but the model keeps one",
-            [f"{path}: {describe(value)}" for path, value in (*states, *arrays)],
-            listed("Mend it in one of these ways", mends),
-        )
-    # JAX's collectives, which a function may call, fail over lanes inside a checked `shard_map`. States with
-    # such policies are merged by a program that is traced outside of any mapped call.
-    checked = compat.inside_checked_shard_map()
-    for outside in (False, True):
-        group = {
-            i: written
-            for i, written in writing.items()
-            if (checked and callable(written.state.reduce)) is outside
-        }
-        left = _merged_states(name, list(group.values()), outside) if group else []
-        for (i, written), state in zip(group.items(), left, strict=True):
-            # Where nothing shows what it continues, the surrounding call is not to take it for known.
-            old = None if origin(written.state) is None else written.old
-            units[i] = mark_origin(state, None if old is None else origin(old))
-    return treedef.unflatten(units)
-
-
-def _of_first(x: Array) -> jax.ShapeDtypeStruct:
-    """What one microbatch has of an array of all microbatches, for messages."""
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-
-def _merged_states(name: str, writing: Sequence[_Written], outside: bool) -> list[State]:
-    """Written states merged where they stand, or `outside`, by a program that is traced there."""
-    before, arrays = taken_apart([(written.state, written.old) for written in writing])
-    stacked = [
-        hit
-        for written in writing
-        for hit in (*written.stacked, *[False] * len(tree_util.tree_leaves(written.old)))
-    ]
-    axes = tuple(0 if stacked[i] else None for i in before.positions)
-    after: list[Skeleton] = []
-
-    def merge(*arrays: Array) -> list[Array]:
-        states: list[State] = []
-        bad: list[str] = []
-        for written, (state, old) in zip(writing, before.filled(arrays), strict=True):
-            if written.has_own_way:
-                state = state._of_microbatches(old, _NAMES)
-            else:
-                (state,) = all_left([(state, old)], [written.over])
-            states.append(state)
-            leaves = [x for x in leaves_of(state) if isinstance(x, jax.Array)]
-            # Without stacks no axis of microbatches is bound, and nothing differs.
-            if 0 in axes and any(varying_over(leaves, _NAMES)):
-                bad.append(f"{written.path}: merged by {errors.policy_name(written.state)}")
-        if bad:
+        if mistakes.diverged:
             raise error_listing(
                 DivergedStateError,
                 f"value_and_grad: policies that merge what the microbatches of {name} wrote gave values that "
                 "still differ between these",
-                bad,
+                [
+                    f"{write.path}: merged by {errors.policy_name(write.state)}"
+                    for write in mistakes.diverged
+                ],
                 "A policy must return one value for all instances, as with jax.lax.psum(value, axis_names).",
             )
-        skeleton, merged = taken_apart(states)
-        after[:] = [skeleton]
-        return merged
 
-    run = merge
-    if 0 in axes:
-        run = jax.vmap(merge, in_axes=axes, out_axes=None, axis_name=MICROBATCHES)
-    outputs = run_varying(traced_outside(run, *arrays), arrays) if outside else run(*arrays)
-    return after[0].filled(outputs)
+
+def _left_together(
+    name: str, model: PyTree, stacked: Set[int], returned_units: Sequence[_ReturnedUnit], count: int
+) -> PyTree:
+    """The model that all microbatches together have made.
+
+    **Arguments:**
+
+    - `model`: what one microbatch after the other returned.
+    - `stacked`: by identity the arrays in it that have the values of all microbatches along their first axis.
+    """
+    rules = _MicrobatchRules("value_and_grad", Lanes(), 0, None, MICROBATCHES, count, (), ())
+    units, treedef = tree_util.tree_flatten(model, is_leaf=is_state)
+    arrays = [
+        Varying(path, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rules.names, None)
+        for x, (path, _, _) in zip(units, returned_units, strict=True)
+        if id(x) in stacked
+    ]
+
+    def group_left(at: Sequence[int], outside: bool) -> list[State]:
+        olds = [returned_units[i][1] for i in at]
+        before, operands = taken_apart(
+            [(units[i], old and old.old) for i, old in zip(at, olds, strict=True)]
+        )
+        after: list[Skeleton] = []
+
+        def leave(*operands: Array) -> list[Array]:
+            leaving = Leaving(rules, {}, FromTypes(rules.names))
+            leaving.mistakes.varying += arrays
+            writing: list[Written] = []
+            for i, old, (new, came) in zip(at, olds, before.filled(operands), strict=True):
+                placements = [rules.auxiliary()] * len(values(new))
+                entered = old and dataclasses.replace(old, old=came)
+                writing.append(Written(new, entered, UNDECLARED, returned_units[i][0], placements))
+            merged = leaving.merge(writing)
+            for written in merged:
+                leaving.state(written)
+            rules.refuse(name, leaving.mistakes)
+            skeleton, results = taken_apart([written.state for written in merged])
+            after[:] = [skeleton]
+            return results
+
+        run = jax.vmap(
+            leave,
+            in_axes=tuple(0 if id(x) in stacked else None for x in operands),
+            out_axes=None,
+            axis_name=MICROBATCHES,
+            axis_size=count,
+        )
+        outputs = (
+            run_varying(traced_outside(run, *operands), operands) if outside else run(*operands)
+        )
+        return after[0].filled(outputs)
+
+    # JAX's collectives, which a function may call, fail over lanes inside a checked `shard_map`. States with
+    # such policies are merged by a program that is traced outside of any mapped call.
+    checked = compat.inside_checked_shard_map()
+    for outside in (False, True):
+        at = [
+            i
+            for i, (_, _, is_written) in enumerate(returned_units)
+            if is_written and (checked and callable(units[i].reduce)) is outside
+        ]
+        for i, state in zip(at, group_left(at, outside) if at or arrays else (), strict=True):
+            # Where nothing shows what it continues, the surrounding call is not to take it for known.
+            old = None if origin(units[i]) is None else returned_units[i][1]
+            units[i] = mark_origin(state, None if old is None else origin(old.old))
+    return treedef.unflatten(units)

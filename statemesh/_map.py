@@ -53,6 +53,9 @@ TRANSFORMS: dict[str, tuple[Fun, AxisName]] = {
 }
 
 
+_TAG = "a string, as in state_tag='new'"
+
+
 def new_states(before: PyTree, after: PyTree, filter: Filter = ...) -> dict[str, State]:
     """The states that `after` has and `before` does not: what an initialisation created.
 
@@ -130,10 +133,10 @@ def vmap2_new_states(
 
         ```
     """
-    after, axes = create(
+    after, paths = create(
         "vmap", module, init_kwargs, state_tag, axis_size, state_out_axes, axis_name
     )
-    return after, _by_axis(after, axes)
+    return after, _states_at(after, paths)
 
 
 @without_own_frames
@@ -173,10 +176,10 @@ def pmap2_new_states(
 
         ```
     """
-    after, axes = create(
+    after, paths = create(
         "pmap", module, init_kwargs, state_tag, axis_size, state_out_axes, axis_name
     )
-    return after, _by_axis(after, axes)
+    return after, _states_at(after, paths)
 
 
 def create(
@@ -188,8 +191,8 @@ def create(
     state_out_axes: PyTree,
     axis_name: LaneName | None,
     what: str = "state_out_axes",
-) -> tuple[M, dict[KeyPath, int | None]]:
-    """The module with its states made over lanes, and the lane axis of each new state by path.
+) -> tuple[M, dict[int | None, list[KeyPath]]]:
+    """The module with its states made over lanes, and the paths of the new states by their lane axis.
 
     **Arguments:**
 
@@ -204,8 +207,11 @@ def create(
         )
     by = f"{behavior}2_new_states"
     if not (isinstance(init_kwargs, dict) and all(isinstance(name, str) for name in init_kwargs)):
-        raise errors.invalid_argument(by, "init_kwargs", init_kwargs)
-    check_text(by, "state_tag", state_tag)
+        expected = (
+            "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none"
+        )
+        raise errors.invalid_argument(by, "init_kwargs", init_kwargs, expected)
+    check_text(by, "state_tag", state_tag, _TAG)
     transform, unnamed = TRANSFORMS[behavior]
     lanes = unnamed if axis_name is None else axis_name
     declared = Pairs([(Perhaps(NonBatchState), None), *as_pairs(state_out_axes, what), (..., 0)])
@@ -244,15 +250,17 @@ def create(
         state_out_axes=Pairs([(Perhaps(partial(is_on, axis)), axis) for axis in possible]),
     )
     after: M = mapped(module, init_kwargs)
-    return after, axes
-
-
-def _by_axis(module: Module, axes: dict[KeyPath, int | None]) -> dict[int | None, list[State]]:
-    states = _by_path(module)
-    by_axis: dict[int | None, list[State]] = {}
+    paths: dict[int | None, list[KeyPath]] = {}
     for path, axis in axes.items():
-        by_axis.setdefault(axis, []).append(states[path])
-    return by_axis
+        paths.setdefault(axis, []).append(path)
+    return after, paths
+
+
+def _states_at(
+    module: Module, paths: dict[int | None, list[KeyPath]]
+) -> dict[int | None, list[State]]:
+    states = _by_path(module)
+    return {axis: [states[path] for path in at] for axis, at in paths.items()}
 
 
 def _by_path(tree: PyTree) -> dict[KeyPath, State]:
@@ -410,7 +418,7 @@ class Map(Module, Generic[M]):
             raise errors.unknown_choice(
                 "unexpected_out_state_mapping", unexpected_out_state_mapping, POLICIES
             )
-        check_text("Map", "state_tag", state_tag)
+        check_text("Map", "state_tag", state_tag, _TAG)
         if axis_name is not None:
             check_lane_name("Map", axis_name)
         for filter, _ in as_pairs(init_state_axes, "init_state_axes"):
@@ -440,7 +448,7 @@ class Map(Module, Generic[M]):
         **Returns:** the `Map` with its states made.
         """
         options = self._methods.options
-        module, axes = create(
+        module, paths = create(
             options["behavior"],
             self.module,
             kwargs,
@@ -450,10 +458,10 @@ class Map(Module, Generic[M]):
             options["axis_name"],
             "init_state_axes",
         )
-        by_axis: dict[int | None, set[KeyPath]] = {}
-        for path, axis in axes.items():
-            by_axis.setdefault(axis, set()).add((GetAttrKey("module"), *path))
-        distributed = tuple((axis, frozenset(paths)) for axis, paths in by_axis.items())
+        root = GetAttrKey("module")
+        distributed = tuple(
+            (axis, frozenset((root, *path) for path in at)) for axis, at in paths.items()
+        )
         return self.replace(module=module, _methods=_MappedMethods(options, distributed))
 
     @without_own_frames
@@ -502,7 +510,8 @@ class Map(Module, Generic[M]):
 
 def _check_method(module: Module, name: Name) -> None:
     if not isinstance(name, str):
-        raise errors.invalid_argument("Map", "map", name)
+        expected = "the name of a method, as in map('update')"
+        raise errors.invalid_argument("Map", "map", name, expected)
     if not callable(getattr(type(module), name, None)):
         public = [n for n in dir(type(module)) if not n.startswith("_") and not hasattr(Module, n)]
         names = [n for n in public if callable(getattr(type(module), n))]

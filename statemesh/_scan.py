@@ -76,9 +76,13 @@ def scan(
         raise errors.not_callable("scan", f)
     check_flag("scan", "reverse", reverse)
     if length is not None:
-        length = count("scan", "length", length)
+        length = count(
+            "scan", "length", length, "an int, 0 or more: the number of steps, as in length=10"
+        )
     if not isinstance(unroll, bool):
-        unroll = count("scan", "unroll", unroll)
+        unroll = count(
+            "scan", "unroll", unroll, "an int, 1 or more, or True for all steps, as in unroll=4"
+        )
     first, fixed = _parted(init)
     rows, fixed_rows = _parted(xs)
     fixed_ys: list[Any] = []

@@ -49,7 +49,8 @@ def shard_map(
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise not_a_mesh(mesh)
     check_flag("shard_map", "check_rep", check_rep)
-    auto = as_names("shard_map", auto, "auto")
+    expected = "the names of mesh axes that are not mapped over, as in auto={'model'}"
+    auto = as_names("shard_map", auto, "auto", expected)
     names = frozenset(mesh.axis_names)
     if not auto <= names or (auto and auto == names):
         raise SpecError(

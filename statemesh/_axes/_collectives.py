@@ -189,7 +189,8 @@ def all_gather(x: PyTree, axis_name: AxisName, *, axis: int = 0, tiled: bool = F
     """
     check_flag("all_gather", "tiled", tiled)
     if isinstance(axis, bool) or not isinstance(axis, Integral):
-        raise errors.invalid_argument("all_gather", "axis", axis)
+        expected = "an int: the position of the new axis, as in axis=0"
+        raise errors.invalid_argument("all_gather", "axis", axis, expected)
     x = _unmasked("all_gather", x)
     names = _names("all_gather", axis_name)
     one_by_one = partial(_gathered, axis=axis, tiled=tiled)

@@ -19,7 +19,7 @@ from .._jax._jaxprs import Rule
 
 
 AnyArray: TypeAlias = Any
-"""An array of JAX's or of NumPy's, traced or not: a leaf of a user's tree may be any of them."""
+"""A JAX or NumPy array, traced or not: a leaf of a user's tree may be either."""
 
 
 def is_narrow(dtype: DTypeLike) -> bool:
@@ -195,7 +195,7 @@ def _several(
     if not jnp.issubdtype(arrays[0].dtype, jnp.inexact):
         return run(*arrays)
 
-    # JAX cannot transpose a `custom_vmap` function.
+    # JAX cannot transpose a `custom_vmap` function: https://github.com/jax-ml/jax/pull/25259 says why.
     @jax.custom_jvp
     def linear(*arrays: AnyArray) -> list[AnyArray]:
         return list(run(*arrays))

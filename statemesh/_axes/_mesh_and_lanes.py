@@ -30,6 +30,9 @@ MICROBATCHES = "the microbatches of value_and_grad"
 # The mark that is bound instead.
 IN_MICROBATCHES = compat.InMicrobatches()
 
+# Written states are merged in the scope of this name, by which `explain` knows the collectives of policies.
+MERGING = "statemesh merges states"
+
 # For each surrounding `value_and_grad` the axes over which it reduces its loss, and all axes bound there.
 gradients_around: ContextVar[tuple[tuple[Axes, Axes], ...]] = ContextVar(
     "gradients_around", default=()
@@ -149,6 +152,7 @@ def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     return value
 
 
+@jax.named_scope(MERGING)
 def one_copy(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """What is the same on all shards over these mesh axes, typed as the same: the first shard's copy."""
     first = jax.lax.axis_index(tuple(axis_names)) == 0

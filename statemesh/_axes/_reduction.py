@@ -27,6 +27,8 @@ Operand = TypeVar("Operand")
 GRADIENT = "gradient of "
 # And the reduced loss is given this one.
 LOSS = "reduced loss"
+# Gradients and the loss are reduced in the scope of this name, by which `explain` knows their collectives.
+REDUCING = "statemesh reduces gradients"
 # The name of what statemesh itself sums. A cotangent may be a reduced gradient up to a constant factor, and
 # its sum is right.
 SUMMAND = "summed by statemesh"
@@ -74,7 +76,7 @@ class Reduction:
                 shared,
                 listed(
                     "JAX would sum their gradients over the shards. Write one of",
-                    loss_mends(differs),
+                    loss_remedies(differs),
                 ),
             )
 
@@ -129,6 +131,7 @@ class Reduction:
         return Plan((over | same) - param, same | (over if self.mean else NO_AXES))
 
 
+@jax.named_scope(REDUCING)
 def reduce_on_mesh(
     values: Sequence[AnyArray], plans: Sequence[Plan], axis_names: Sequence[AxisName]
 ) -> list[AnyArray]:
@@ -305,7 +308,7 @@ def loss_exchanged(name: str, axes: Sequence[AxisName]) -> StatemeshError:
         StatemeshError,
         f"{loss_str(name)} varies over {quoted(axes)}, which axis_name does not name, and depends on what "
         "the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of",
-        loss_mends(axes),
+        loss_remedies(axes),
     )
 
 
@@ -313,7 +316,7 @@ def loss_str(name: str) -> str:
     return f"value_and_grad: the loss that {name} returns"
 
 
-def loss_mends(axes: Sequence[AxisName]) -> list[str]:
+def loss_remedies(axes: Sequence[AxisName]) -> list[str]:
     axis = axes_argument(axes)
     return [
         f"`axis_name={axis!r}` (and any other axes to reduce over), for the mean of the shards' losses",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _errors as errors
-from ._errors import _EXPECTED, StatemeshError, quoted, typed_str
+from ._errors import StatemeshError, quoted, typed_str
 from ._trees import fun_name
 from ._types import NUMBERS, AxisName, AxisNames, Leaf, Size, flat_names, is_axis_name
 
@@ -84,7 +84,8 @@ def positions(what: str, argument: str, value: object) -> tuple[int, ...]:
             return tuple(map(operator.index, several))
     except TypeError:
         pass
-    raise errors.invalid_argument(what, argument, value)
+    expected = f"the position of an argument, or several, numbered from 0, as in {argument}=(0,)"
+    raise errors.invalid_argument(what, argument, value, expected)
 
 
 def check_lane_name(what: str, name: object) -> None:
@@ -92,7 +93,11 @@ def check_lane_name(what: str, name: object) -> None:
     if not isinstance(name, Hashable):
         raise TypeError(f"axis_name={typed_str(name)} cannot be hashed. Use a string.")
     if not is_axis_name(name):
-        raise errors.invalid_argument(what, "axis_name", name)
+        expected = (
+            "a string, as in axis_name='data'; a number is the position of an array's axis, and a tuple is "
+            "several names"
+        )
+        raise errors.invalid_argument(what, "axis_name", name, expected)
 
 
 _NAMES = "a string, or a tuple of several, as in axis_name=('data', 'model')"
@@ -123,22 +128,22 @@ def check_named_once(what: str, argument: str, names: Sequence[AxisName]) -> Non
         )
 
 
-def axis_names(what: str, value: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
+def axis_names(what: str, value: AxisNames, argument: str, expected: str) -> frozenset[AxisName]:
     """One name of a mesh axis, or several, as a set."""
     try:
         names = (value,) if isinstance(value, str) else tuple(value)
         check_named_once(what, argument, names)
     except TypeError:
-        raise errors.invalid_argument(what, argument, value) from None
+        raise errors.invalid_argument(what, argument, value, expected) from None
     return frozenset(names)
 
 
-def count(what: str, argument: str, value: Size) -> int:
+def count(what: str, argument: str, value: Size, expected: str) -> int:
     """A number that must not be negative, as an int."""
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise errors.invalid_argument(what, argument, value)
+        raise errors.invalid_argument(what, argument, value, expected)
     if operator.index(value) < 0:
-        raise StatemeshError(f"{what}: {argument} is {value}, but must be {_EXPECTED[argument]}.")
+        raise StatemeshError(f"{what}: {argument} is {value}, but must be {expected}.")
     return operator.index(value)
 
 
@@ -148,10 +153,10 @@ def check_flag(what: str, argument: str, value: object) -> None:
         raise errors.invalid_argument(what, argument, value, "True or False")
 
 
-def check_text(what: str, argument: str, value: object) -> None:
+def check_text(what: str, argument: str, value: object, expected: str) -> None:
     """Refuse what is neither a string nor `None`."""
     if value is not None and not isinstance(value, str):
-        raise errors.invalid_argument(what, argument, value)
+        raise errors.invalid_argument(what, argument, value, expected)
 
 
 def tags(what: str, value: object) -> frozenset[str]:
@@ -160,5 +165,6 @@ def tags(what: str, value: object) -> frozenset[str]:
         return frozenset() if value is None else frozenset([value])
     several = tuple(value) if isinstance(value, Iterable) else (None,)
     if not all(isinstance(tag, str) for tag in several):
-        raise errors.invalid_argument(what, "tag", value)
+        expected = "a string or several, as in tag='slow' or tag=('slow', 'encoder')"
+        raise errors.invalid_argument(what, "tag", value, expected)
     return frozenset(several)

@@ -227,34 +227,6 @@ def policy_name(state: Any) -> str:
     return getattr(state.reduce, "__name__", None) or f"{type(state).__name__}.leave"
 
 
-# What an argument must be, by its name, where several functions have it or its check is far away. If a name
-# means something else in another place, its key says where.
-_EXPECTED = {
-    "axis": "an int: the position of the new axis, as in axis=0",
-    "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
-    "axis_name": "a string, as in axis_name='data'; a number is the position of an array's axis, and a tuple "
-    "is several names",
-    "axis_names": "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all",
-    "backend": "the name of a platform, as in backend='cpu'",
-    "axis_name of a mesh": "a string, as in axis_name='data': JAX has no other names for the axes of devices",
-    "devices": "jax.Devices in the order of the lanes, as in devices=jax.devices()[:4]",
-    "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
-    "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
-    "length": "an int, 0 or more: the number of steps, as in length=10",
-    "map": "the name of a method, as in map('update')",
-    "mesh": "a jax.sharding.Mesh, which has devices to put arrays on",
-    "model": "a model that is not packed yet, as in pack(packed.unpack(), mesh)",
-    "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
-    "name": "a string, as in name='mean'",
-    "num": "an int, 0 or more: the number of keys, as in split(2)",
-    "unroll": "an int, 1 or more, or True for all steps, as in unroll=4",
-    "spmd_axis_name": "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'",
-    "state_tag": "a string, as in state_tag='new'",
-    "static_broadcasted_argnums": "the position of an argument, or several, numbered from 0, as in "
-    "static_broadcasted_argnums=(0,)",
-    "tag": "a string or several, as in tag='slow' or tag=('slow', 'encoder')",
-}
-
 _CALLS = {
     "shard_map": "shard_map(fun, mesh, in_specs, out_specs)",
     "explain": "explain(fun, *args)",
@@ -263,17 +235,10 @@ _CALLS = {
 }
 
 
-def invalid_argument(what: str, argument: str, value: object, expected: str = "") -> TypeError:
-    """An argument of a type that it cannot have.
-
-    **Arguments:**
-
-    - `expected`: what it must be; left out, what `_EXPECTED` has for it.
-    """
-    name = argument.partition(" of ")[0]
+def invalid_argument(what: str, argument: str, value: object, expected: str) -> TypeError:
+    """An argument of a type that it cannot have, and what it must be."""
     return TypeError(
-        f"{what}: {name} is {shortened(value)} of type {type(value).__name__}, but must be "
-        f"{expected or _EXPECTED[argument]}."
+        f"{what}: {argument} is {shortened(value)} of type {type(value).__name__}, but must be {expected}."
     )
 
 

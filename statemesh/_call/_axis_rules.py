@@ -101,7 +101,10 @@ class AxisRules(Rules):
             raise bad_axis_size("axis_size", size)
         check_lane_name(self.transform, self.axis_name)
         if self.has_own_mesh and not isinstance(self.axis_name, str):
-            raise errors.invalid_argument(self.transform, "axis_name of a mesh", self.axis_name)
+            expected = (
+                "a string, as in axis_name='data': JAX has no other names for the axes of devices"
+            )
+            raise errors.invalid_argument(self.transform, "axis_name", self.axis_name, expected)
         for filter, _ in (*self.state_in, *self.state_out):
             to_predicate(filter)
         self.carrier.check(self.transform)

@@ -52,7 +52,10 @@ class Lanes:
         """Refuse at construction whatever no call could make right."""
         names = flat_names(self.spmd_axis_name)
         if not all(map(is_axis_name, names)):
-            raise errors.invalid_argument(transform, "spmd_axis_name", self.spmd_axis_name)
+            expected = "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'"
+            raise errors.invalid_argument(
+                transform, "spmd_axis_name", self.spmd_axis_name, expected
+            )
         check_named_once(transform, "spmd_axis_name", names)
 
     def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Placement:
@@ -107,7 +110,7 @@ class Devices:
 
     def check(self, transform: str) -> None:
         devices, backend = self.devices, self.backend
-        check_text(transform, "backend", backend)
+        check_text(transform, "backend", backend, "the name of a platform, as in backend='cpu'")
         if devices is None:
             return
         if not devices:

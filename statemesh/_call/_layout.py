@@ -621,7 +621,8 @@ def place(
     """
     check_mesh("place", mesh)
     if isinstance(mesh, AbstractMesh):
-        raise errors.invalid_argument("place", "mesh", mesh)
+        expected = "a jax.sharding.Mesh, which has devices to put arrays on"
+        raise errors.invalid_argument("place", "mesh", mesh, expected)
     names = manual_names(mesh, ())
     check_specs([("specs", specs)], mesh, names)
     nodes = tree_util.tree_leaves(tree, is_leaf=is_state_or_packed)

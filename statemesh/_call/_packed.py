@@ -528,7 +528,8 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
     """
     check_mesh("pack", mesh)
     if has_packed(model):
-        raise errors.invalid_argument("pack", "model", model)
+        expected = "a model that is not packed yet, as in pack(packed.unpack(), mesh)"
+        raise errors.invalid_argument("pack", "model", model, expected)
     units = [
         (path, node, placements if _is_packable(node) else None)
         for path, node, placements in placed_states(model, "model", state_specs)

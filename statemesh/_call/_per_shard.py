@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._axes._mesh_and_lanes import one_copy
+from .._axes._mesh_and_lanes import MICROBATCHES, one_copy
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import (
@@ -30,7 +30,7 @@ from .._jax._compat import tree_util
 from .._jax._dataflow import sources
 from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
-from ._arguments import Call, Input, Unit, inside_modules
+from ._arguments import Call, Input, inside_modules
 from ._layout import rank_item
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
 from ._rules import Declared, Diverged, Mistakes, Rules, Varying
@@ -101,7 +101,13 @@ class Instance:
         ]
 
         def enter_all(*olds: State) -> list[State]:
-            return list(map(self._enter, units, olds, placements))
+            entering = []
+            for unit, old, places in zip(units, olds, placements, strict=True):
+                try:
+                    entering.append(checked_state(old.enter(self._same_over(places)), old, "enter"))
+                except errors.StatemeshError as error:
+                    raise type(error)(f"{unit.path}: {error}") from None
+            return entering
 
         seen = varying.run(enter_all, olds)
         entered: list[Entered] = []
@@ -112,13 +118,6 @@ class Instance:
             new = mark_origin(new, mark)
             entered.append(Entered(mark, unit.path, unit.keys, old, new, places, numbers))
         return entered
-
-    def _enter(self, unit: Unit, old: State, placements: Sequence[Placement]) -> State:
-        try:
-            seen: object = old.enter(self._same_over(placements))
-        except errors.StatemeshError as error:
-            raise type(error)(f"{unit.path}: {error}") from None
-        return checked_state(seen, old, "enter")
 
     def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.call.unit_def.unflatten(units)
@@ -150,7 +149,7 @@ class Instance:
         donating = self.declared.donate != "none"
         origins = iter(find_origins(name, returned, entered, donating))
         declared = iter(rules.declared(result, root))
-        leaving = _Leaving(rules, arrived, varying)
+        leaving = Leaving(rules, arrived, varying)
         parts: list[Any] = []
         placements: list[Sequence[Placement] | None] = []
         for keys, node in flat:
@@ -222,11 +221,35 @@ class Instance:
         text = str(error)
         if components := compat.typed_apart(error):
             return self._with_type_hint(text, components, entered)
-        if parts := self._parts_met(text, entered):
-            axes = NO_AXES.union(*(placement.axis_names for _, _, placement in parts))
+        parts = [
+            (unit, leaves[position], source.placement)
+            for unit in self.call.flat_units()
+            for position in unit.positions
+            if position in self.input_at
+            and (source := self.inputs[self.input_at[position]]).placement.axis is None
+            and source.placement.axis_names
+        ]
+
+        def split_axes(part: Leaf, placement: Placement) -> list[tuple[int, int]]:
+            """The length of each split axis, here and as a whole."""
+            return [
+                (length, length * math.prod(self.sizes[name] for name in names))
+                for length, names in zip(part.shape, placement.axes, strict=False)
+                if names
+            ]
+
+        named = set(map(int, re.findall(r"\d+", text)))
+        params = [
+            (unit.path, part, placement)
+            for unit, part, placement in parts
+            if unit.kind is not None and issubclass(unit.kind, ParamState)
+            if any(named.issuperset(lengths) for lengths in split_axes(part, placement))
+        ]
+        if params:
+            axes = NO_AXES.union(*(placement.axis_names for _, _, placement in params))
             items = [
                 f"{path} is {describe(part)}, a part by its spec {spec_str(placement.written)}"
-                for path, part, placement in parts
+                for path, part, placement in params
             ]
             return f"{text}\n\n" + listed(
                 "Hint: each shard holds a part of these parameters",
@@ -235,14 +258,14 @@ class Instance:
                 f"`model = sm.gather(model, {axes_argument(self.rules.in_order(axes))!r})`.",
             )
         met = [
-            (state, unit.path, part, source.placement)
+            (state, unit.path, part, placement)
             for state in entered
-            for unit in self.call.flat_units()
-            for position in unit.positions
-            if position in self.input_at
-            and (source := self.inputs[self.input_at[position]]).placement.axis_names
-            and source.placement.axis is None
-            and self._whole_met_part(state, part := leaves[position], source.placement)
+            for unit, part, placement in parts
+            if any(
+                not placed.axis_names and whole > length and whole in x.shape
+                for length, whole in split_axes(part, placement)
+                for x, placed in zip(leaves_of(state.old), state.placements, strict=True)
+            )
         ]
         if not met:
             return None
@@ -259,48 +282,25 @@ class Instance:
             f"the state its own spec={spec}.",
         )
 
-    def _parts_met(
-        self, text: str, entered: Sequence[Entered]
-    ) -> list[tuple[str, Leaf, Placement]]:
-        """The parts of parameters with a split axis whose length here and as a whole JAX's message names."""
-        named = set(map(int, re.findall(r"\d+", text)))
-        return [
-            (state.path, part, placement)
-            for state in entered
-            if isinstance(state.old, ParamState)
-            for part, placement in zip(leaves_of(state.old), state.placements, strict=True)
-            if placement.axis is None
-            for length, names in zip(part.shape, placement.axes, strict=False)
-            if names and {length, length * self._count(names)} <= named
-        ]
-
-    def _whole_met_part(self, state: Entered, part: Leaf, placement: Placement) -> bool:
-        """Whether a state is whole here, with an axis as long as a split axis of `part` as a whole."""
-        wholes = {
-            length * self._count(names)
-            for length, names in zip(part.shape, placement.axes, strict=False)
-            if self._count(names) > 1
-        }
-        return any(
-            not placement.axis_names and not wholes.isdisjoint(x.shape)
-            for x, placement in zip(leaves_of(state.old), state.placements, strict=True)
-        )
-
-    def _count(self, names: Sequence[AxisName]) -> int:
-        return math.prod(self.sizes[name] for name in names)
-
     def _with_type_hint(
         self, text: str, components: Sequence[tuple[str, str]], entered: Sequence[Entered]
     ) -> str | None:
         """The text with a hint, if what JAX names are states that enter the same on every shard."""
         same = [(state, axes) for state in entered if (axes := self._same_over(state.placements))]
         # JAX uses the names of the inner function, so only the ends of the paths agree.
-        ends = tuple(filter(None, (_last_step(path) for path, _ in components)))
+        ends = tuple(
+            step for path, _ in components for step in re.findall(r"\.\w+$|\[[^\]]*\]$", path)
+        )
         states = [(state, axes) for state, axes in same if ends and state.path.endswith(ends)]
         if not states:
             # A State that is carried by itself has no path in it. One with a policy is likelier meant.
             forms = {form for _, form in components}
-            states = [(state, axes) for state, axes in same if not forms.isdisjoint(_forms(state))]
+            states = [
+                (state, axes)
+                for state, axes in same
+                for x in leaves_of(state.seen)
+                if f"{x.dtype}[{','.join(map(str, x.shape))}]" in forms
+            ]
             states = [pair for pair in states if pair[0].old.reduce is not None] or states
         if not states:
             return None
@@ -324,15 +324,6 @@ class Instance:
         )
 
 
-def _last_step(path: str) -> str:
-    return "".join(re.findall(r"\.\w+$|\[[^\]]*\]$", path))
-
-
-def _forms(state: Entered) -> list[str]:
-    """The dtypes and shapes of a state's arrays, as JAX writes them."""
-    return [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves_of(state.seen)]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
     """A written state on its way from the function to the outputs."""
@@ -350,7 +341,7 @@ class Written:
         return dataclasses.replace(self, state=filled(self.state, leaves))
 
 
-class _Leaving:
+class Leaving:
     """Collects the program's outputs, their placements, and every mistake on the way."""
 
     def __init__(
@@ -393,14 +384,16 @@ class _Leaving:
                 self.merged.append((written.path, policy, axes))
         # JAX's rules may have lost that what is merged differs.
         writing = [
-            written.mapped(self._typed_as_varying, axes_of_leaves)
+            written.mapped(
+                lambda x, axes: self.varying.typed_as_varying(x, frozenset(axes)), axes_of_leaves
+            )
             if written.state.reduce is not None and any(axes_of_leaves)
             else written
             for written, axes_of_leaves in zip(writing, over, strict=True)
         ]
 
         def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
-            return all_left(pairs, over)
+            return _all_left(pairs, over)
 
         pairs = [(written.state, written.entered and written.entered.old) for written in writing]
         states: list[State] = self.varying.run(leave_all, pairs)
@@ -415,9 +408,6 @@ class _Leaving:
     def _one_copy(self, x: Leaf, placement: Placement) -> Leaf:
         same = self.rules.in_order(self.varying.same_over(x) - placement.axis_names)
         return one_copy(x, same) if same else x
-
-    def _typed_as_varying(self, x: Leaf, axes: Sequence[AxisName]) -> Leaf:
-        return self.varying.typed_as_varying(x, frozenset(axes))
 
     def _axes_to_merge(self, written: Written) -> list[tuple[AxisName, ...]]:
         """For each leaf the axes over which it is merged.
@@ -536,7 +526,7 @@ class _Leaving:
         return self._unmerged(x, placement) if self.varying.is_known else NO_AXES
 
 
-def all_left(
+def _all_left(
     pairs: Sequence[tuple[State, State | None]], over: Sequence[Sequence[tuple[AxisName, ...]]]
 ) -> list[State]:
     """States as they leave, each leaf merged over its own axes. Named policies merge all of theirs together.
@@ -555,7 +545,8 @@ def all_left(
             state.name or type(state).__name__,
         )
         for k, ((state, old), names) in enumerate(zip(pairs, over, strict=True))
-        if any(names) and type(state).leave is State.leave and isinstance(state.reduce, str)
+        if any(names) and isinstance(state.reduce, str)
+        if all(_leave_of(type(state), axis_names) is State.leave for axis_names in names)
     }
     merged = dict(zip(writes, reduced(list(writes.values())), strict=True))
     return [
@@ -564,10 +555,16 @@ def all_left(
     ]
 
 
+def _leave_of(kind: type[State], axis_names: tuple[AxisName, ...]) -> Callable[..., State]:
+    """How states of a kind leave. Some merge microbatches in another way than shards."""
+    own_way = kind._of_microbatches is not State._of_microbatches
+    return kind._of_microbatches if own_way and axis_names == (MICROBATCHES,) else kind.leave
+
+
 def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:
     """The state as it leaves, by its kind's own way."""
     states = {
-        names: checked_state(state.leave(old, names), state, "leave")
+        names: checked_state(_leave_of(type(state), names)(state, old, names), state, "leave")
         for names in dict.fromkeys(over or [()])
     }
     first, *others = states.values()

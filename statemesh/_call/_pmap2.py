@@ -198,7 +198,8 @@ def pmap2(
     donated = positions("pmap2", "donate_argnums", donate_argnums)
     static = positions("pmap2", "static_broadcasted_argnums", static_broadcasted_argnums)
     if not isinstance(devices, Iterable | None):
-        raise errors.invalid_argument("pmap2", "devices", devices)
+        expected = "jax.Devices in the order of the lanes, as in devices=jax.devices()[:4]"
+        raise errors.invalid_argument("pmap2", "devices", devices, expected)
     rules = AxisRules(
         transform="pmap2",
         carrier=Devices(None if devices is None else tuple(devices), backend),

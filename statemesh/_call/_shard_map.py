@@ -126,7 +126,10 @@ def shard_map(
         raise errors.unknown_choice("donate", donate, DONATE)
     check_flag("shard_map", "check_vma", check_vma)
     check_flag("shard_map", "jit", jit)
-    names = as_names("shard_map", axis_names)
+    expected = (
+        "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all"
+    )
+    names = as_names("shard_map", axis_names, "axis_names", expected)
 
     def decorate(fun: Fun) -> StatefulMapping:
         rules = SpecRules(

@@ -212,13 +212,11 @@ class SpecRules(Rules):
             entry_name = entry.removeprefix("shard_map ")
             placements: list[SpecPlacement] = []
             if unit.kind is not None:
-                chosen = next(declared)
-                undeclared = chosen.spec is UNDECLARED
-                placements = own_placements(
-                    node, node.spec if undeclared else chosen.spec, unit.path
-                )
+                chosen, placed_by = next(declared)
+                if chosen is UNDECLARED:
+                    chosen, placed_by = node.spec, _own_reason(node)
+                placements = own_placements(node, chosen, unit.path)
                 of_states.state(entry_name, spec, unit.path, node, placements)
-                placed_by = _own_reason(node) if undeclared else chosen.entry
                 placements += [REPLICATED] * (len(unit.positions) - len(placements))
             elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
                 of_states.array(entry_name, spec)

@@ -47,7 +47,7 @@ class Entries:
 
     **Attributes:**
 
-    - `head`, `for_states`, `mend`: the words of the latter error.
+    - `head`, `for_states`, `remedy`: the words of the latter error.
     """
 
     is_entry: Callable[[object], bool]
@@ -55,7 +55,7 @@ class Entries:
     error: type[Exception]
     head: str
     for_states: str
-    mend: str
+    remedy: str
 
 
 SPECS = Entries(
@@ -98,7 +98,7 @@ def broadcast_prefix(
             pairs = zip(leaves, structure.flatten_up_to(tree), strict=True)
             return [e for e, part in pairs for _ in tree_util.tree_leaves(part, is_leaf=is_state)]
     items = list(_mismatches(entries, prefix, tree, what, root))
-    raise error_listing(entries.error, entries.head, items, entries.mend)
+    raise error_listing(entries.error, entries.head, items, entries.remedy)
 
 
 def _mismatches(
@@ -231,12 +231,10 @@ def check_state_specs(state_specs: StateSpecs, what: str) -> None:
                     raise always_replicated(f"{kind.__name__} in {what}", leaf)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """The spec of one state, and the entry that it is from; `UNDECLARED` where nothing mentions the state."""
-
-    spec: SpecTree
-    entry: str = ""
+# The spec of a state, and the entry that it is from; `UNDECLARED` where nothing mentions the state.
+Choice: TypeAlias = tuple[SpecTree, str]
+UNDECLARED: SpecTree = object()
+UNMENTIONED: Choice = UNDECLARED, ""
 
 
 def choose_specs(
@@ -246,25 +244,21 @@ def choose_specs(
 
     **Returns:** specs, with `UNDECLARED` for the states that it does not mention.
     """
-    return [choice.spec for choice in choices(state_specs, roots, what)]
+    return [spec for spec, _ in choices(state_specs, roots, what)]
 
 
 def choices(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str) -> list[Choice]:
     """The same, with the entry that each spec is from."""
     if isinstance(state_specs, Mapping):
-        entries = [Choice(spec, f"{what}[{filter_str(f)}]") for f, spec in state_specs.items()]
+        entries = [(spec, f"{what}[{filter_str(f)}]") for f, spec in state_specs.items()]
         matches = first_matches([*state_specs], roots, what)
         hits = [hit for of_root in matches for hit in of_root]
         return [UNMENTIONED if hit is None else entries[hit] for hit in hits]
     nodes = jax.tree_util.tree_leaves([tree for _, tree in roots], is_leaf=is_state)
     states = [node for node in nodes if is_state(node)]
     # One spec for all states means arrays that can be sharded, not keys.
-    bare = UNMENTIONED if state_specs is None else Choice(state_specs, what)
+    bare = UNMENTIONED if state_specs is None else (state_specs, what)
     return [UNMENTIONED if state.always_replicated else bare for state in states]
-
-
-UNDECLARED: SpecTree = object()
-UNMENTIONED = Choice(UNDECLARED)
 
 
 def specs_of_states(

@@ -122,20 +122,10 @@ _ARRAY = re.compile(r"\b([a-z]+[0-9]*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _Line: TypeAlias = re.Match[str]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """Where something of a compiled program comes from: the traced operation and its frames."""
-
-    op_name: str
-    frames: tuple[Frame, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Element:
-    """One array that an instruction exchanges, and where it comes from."""
-
-    part: Part
-    source: Source
+# Where something of a compiled program comes from: the traced operation and its frames.
+Source: TypeAlias = tuple[str, tuple[Frame, ...]]
+# One array that an instruction exchanges, and where it comes from.
+Element: TypeAlias = tuple[Part, Source]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,7 +191,7 @@ class CompiledText:
     def parameters(self) -> list[tuple[str, int]]:
         """The name and the bytes of each argument of the program, in its order."""
         numbered = [
-            (int(line["rest"].partition(")")[0]), self.source(line).op_name, _bytes(line["result"]))
+            (int(line["rest"].partition(")")[0]), self.source(line)[0], _bytes(line["result"]))
             for line in self.computations.get(self.entry, [])
             if line["opcode"] == "parameter"
         ]
@@ -221,7 +211,7 @@ class CompiledText:
             frames = self._frames.get(int(frame[1]), ())
         elif file:
             frames = ((file[1], int(file[2] or 0)),)
-        return Source(op_name[1] if op_name else "", frames)
+        return op_name[1] if op_name else "", frames
 
     def _instruction(
         self, line: _Line, opcode: str, lines: Sequence[_Line], runs: Runs
@@ -237,7 +227,7 @@ class CompiledText:
         }
         source = self.source(line)
         elements = [
-            Element(_operand(opcode, part, _largest(groups)), sources.get(k, source))
+            (_operand(opcode, part, _largest(groups)), sources.get(k, source))
             for k, part in enumerate(parts)
         ]
         return Instruction(line["name"], opcode, tuple(elements), groups, runs)
@@ -361,7 +351,7 @@ def matched(
             if k is None:
                 foreign.append(element)
             else:
-                exchanged[k].append((instruction, _as_wide(traced[k], element.part)))
+                exchanged[k].append((instruction, _as_wide(traced[k], element[0])))
                 done.setdefault(instruction.name, set()).add(k)
         if foreign:
             added.append(_added(instruction, foreign, sizes))
@@ -375,17 +365,17 @@ def _best(
     exchanged: Sequence[Sequence[object]],
 ) -> int | None:
     """The number of the traced collective that an array of the compiled program belongs to, if any."""
-    source = element.source
-    operations = set(re.split(r"[/():]", source.op_name))
+    array, (op_name, frames) = element
+    operations = set(re.split(r"[/():]", op_name))
     alike = [k for k, collective in enumerate(traced) if collective.primitive in operations]
 
     def fits(k: int) -> tuple[bool, bool]:
         """Whether it has room for one more array, and an operand of this size."""
-        parts, size = traced[k].parts, _as_wide(traced[k], element.part).bytes
+        parts, size = traced[k].parts, _as_wide(traced[k], array).bytes
         return len(exchanged[k]) < len(parts), any(part.bytes == size for part in parts)
 
-    near = [k for k in alike if _same(source.frames, traced[k].frames)]
-    if not near and (line := user_line(source.frames)):
+    near = [k for k in alike if _same(frames, traced[k].frames)]
+    if not near and (line := user_line(frames)):
         near = [k for k in alike if traced[k].record.line == line]
     if not near:
         # JAX's cache on disk finds a program whatever its lines: these may be of another file, or moved.
@@ -448,16 +438,15 @@ def _added(
     instruction: Instruction, elements: Sequence[Element], sizes: Mapping[AxisName, int]
 ) -> Collective:
     """What XLA exchanges on its own."""
+    _, (_, frames) = elements[0]
     return Collective(
         operation=instruction.opcode,
         axes=axes_of(instruction.groups, sizes) or (),
-        times=instruction.runs.times,
-        unknown_loop=instruction.runs.unknown_loop,
-        branch=instruction.runs.branch,
-        bytes=sum(instruction.sent(element.part) for element in elements),
-        arrays=tuple(str(element.part) for element in elements),
+        **dataclasses.asdict(instruction.runs),
+        bytes=sum(instruction.sent(part) for part, _ in elements),
+        arrays=tuple(str(part) for part, _ in elements),
         cause="XLA's own",
-        line=user_line(elements[0].source.frames),
+        line=user_line(frames),
         compiled="XLA's own",
         instructions=(instruction.name,),
     )

@@ -332,16 +332,6 @@ _GAP = "  "
 _NARROWEST = 8
 
 
-def text_of(explanation: "Explanation") -> str:
-    """The summary, the tables, and the advice."""
-    parts = [textwrap.fill(summary(explanation), WIDTH, subsequent_indent="  ")]
-    parts += map(_table, sections(explanation))
-    if explanation.advice:
-        fill = textwrap.TextWrapper(WIDTH, initial_indent="- ", subsequent_indent="  ").fill
-        parts.append("\n".join(["Advice", *map(fill, explanation.advice)]))
-    return "\n\n".join(parts)
-
-
 def _table(section: Section) -> str:
     rows = [section.heads, *section.rows]
     widths = _widths(rows)
@@ -399,23 +389,6 @@ def _longest(columns: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, column)) for column in columns]
 
 
-def html_of(explanation: "Explanation") -> str:
-    """The summary, the tables, and the advice."""
-    parts = [f"<p><b>{html.escape(summary(explanation))}</b></p>"]
-    for section in sections(explanation):
-        head, *rows = (
-            f"<tr>{_tags(tag, cells)}</tr>"
-            for tag, cells in [("th", section.heads), *(("td", row) for row in section.rows)]
-        )
-        parts.append(
-            f"<table>{_tags('caption', [section.title])}"
-            f"<thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
-        )
-    if explanation.advice:
-        parts.append(f"<p><b>Advice</b></p><ul>{_tags('li', explanation.advice)}</ul>")
-    return f'<div class="statemesh-explanation">{"".join(parts)}</div>'
-
-
 def _tags(tag: str, texts: Iterable[str]) -> str:
     """An element of HTML for each text."""
     return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
@@ -453,33 +426,6 @@ class Drawing:
 
     def __repr__(self) -> str:
         return f"<picture of {self.svg.count('<g>')} leaves>"
-
-
-def drawing_of(leaves: Sequence[LeafRow], sizes: Mapping[AxisName, int]) -> Drawing:
-    """One rectangle for each leaf, or for several alike, cut as the leaf is, with devices in each part."""
-    parts: list[str] = []
-    top, width = _ROW_GAP, 0
-    for row, path, _ in folded(leaves, "path"):
-        holders = _holders(row, sizes)
-        rows, columns = holders.shape[:2]
-        shown = holders[:_MOST_DRAWN, :_MOST_DRAWN].tolist()
-        wide = _CELL * 4 if columns == 1 else _CELL * 3
-        cells = [
-            _cell(_LABELS + j * wide, top + i * _CELL, wide, devices)
-            for i, line in enumerate(shown)
-            for j, devices in enumerate(line)
-        ]
-        more = [f"{count} parts" for count in (rows, columns) if count > _MOST_DRAWN]
-        shape = ",".join(map(str, row.shape))
-        text = f"{path} {row.dtype}[{shape}] {row.enters} {' '.join(more)}".strip()
-        label = f'<text x="8" y="{top + 15}">{html.escape(text)}</text>'
-        parts.append(f"<g>{label}{''.join(cells)}</g>")
-        top += len(shown) * _CELL + _ROW_GAP
-        width = max(width, _LABELS + len(shown[0]) * wide + 60)
-    return Drawing(
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
-        f'font-family="monospace" font-size="11">{"".join(parts)}</svg>'
-    )
 
 
 def _holders(row: LeafRow, sizes: Mapping[AxisName, int]) -> np.ndarray:
@@ -602,13 +548,53 @@ class Explanation:
 
         **Returns:** a picture, which a notebook shows. It has its text in `svg`, and `save(path)`.
         """
-        return drawing_of(self.leaves, self.sizes)
+        # A rectangle for each leaf, or for several alike, cut as the leaf is, with the devices in each part.
+        parts: list[str] = []
+        top, width = _ROW_GAP, 0
+        for row, path, _ in folded(self.leaves, "path"):
+            holders = _holders(row, self.sizes)
+            rows, columns = holders.shape[:2]
+            shown = holders[:_MOST_DRAWN, :_MOST_DRAWN].tolist()
+            wide = _CELL * 4 if columns == 1 else _CELL * 3
+            cells = [
+                _cell(_LABELS + j * wide, top + i * _CELL, wide, devices)
+                for i, line in enumerate(shown)
+                for j, devices in enumerate(line)
+            ]
+            more = [f"{count} parts" for count in (rows, columns) if count > _MOST_DRAWN]
+            shape = ",".join(map(str, row.shape))
+            text = f"{path} {row.dtype}[{shape}] {row.enters} {' '.join(more)}".strip()
+            label = f'<text x="8" y="{top + 15}">{html.escape(text)}</text>'
+            parts.append(f"<g>{label}{''.join(cells)}</g>")
+            top += len(shown) * _CELL + _ROW_GAP
+            width = max(width, _LABELS + len(shown[0]) * wide + 60)
+        return Drawing(
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
+            f'font-family="monospace" font-size="11">{"".join(parts)}</svg>'
+        )
 
     def __str__(self) -> str:
-        return text_of(self)
+        parts = [textwrap.fill(summary(self), WIDTH, subsequent_indent="  ")]
+        parts += map(_table, sections(self))
+        if self.advice:
+            fill = textwrap.TextWrapper(WIDTH, initial_indent="- ", subsequent_indent="  ").fill
+            parts.append("\n".join(["Advice", *map(fill, self.advice)]))
+        return "\n\n".join(parts)
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return html_of(self)
+        parts = [f"<p><b>{html.escape(summary(self))}</b></p>"]
+        for section in sections(self):
+            head, *rows = (
+                f"<tr>{_tags(tag, cells)}</tr>"
+                for tag, cells in [("th", section.heads), *(("td", row) for row in section.rows)]
+            )
+            parts.append(
+                f"<table>{_tags('caption', [section.title])}"
+                f"<thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+            )
+        if self.advice:
+            parts.append(f"<p><b>Advice</b></p><ul>{_tags('li', self.advice)}</ul>")
+        return f'<div class="statemesh-explanation">{"".join(parts)}</div>'

@@ -1,7 +1,6 @@
 """The collectives and the mapped calls of a traced program, and the user's lines that they stand in."""
 
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -11,22 +10,20 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from .._axes._reduction import GRADIENT, LOSS
+from .._axes._mesh_and_lanes import MERGING
+from .._axes._reduction import GRADIENT, LOSS, REDUCING
 from .._base._errors import first_paths
-from .._base._types import Array, AxisName, Leaf, flat_names
+from .._base._types import Array, AxisName, Leaf
+from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
+from .._jax._frames import OWN_FOLDER
 from ._explanation import Collective
 
 
 # The file and the line of a frame.
 Frame: TypeAlias = tuple[str, int]
 
-_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# The files whose frames tell that a policy merges a state, or that a gradient or the loss is reduced.
-_POLICIES = os.path.join(_OWN, "_call", "_per_shard.py")
-_GRADIENTS = os.path.join(_OWN, "_axes", "_reduction.py")
 # Libraries that stand around users' functions, and around ours. Nobody looks for a line there.
 _AROUND = re.compile(r"[\\/]site-packages[\\/](equinox|jaxtyping|beartype)[\\/]|^<@beartype")
 
@@ -35,16 +32,11 @@ def frames_of(eqn: Equation) -> tuple[Frame, ...]:
     """The frames in which an equation was traced, the innermost first, without JAX's own."""
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     frames = [(frame.file_name, frame.line_num) for frame in getattr(traceback, "frames", ())]
-    return tuple(frame for frame in frames if not frame[0].startswith(_JAX))
+    return tuple(frame for frame in frames if not frame[0].startswith(compat.JAX_FOLDER))
 
 
 def _is_users(frame: Frame) -> bool:
-    return not frame[0].startswith((_OWN, _JAX)) and not _AROUND.search(frame[0])
-
-
-def _files_inside(frames: Sequence[Frame]) -> set[str]:
-    """The files of this package in which frames stand inside the innermost one of the user's."""
-    return {file for file, _ in itertools.takewhile(lambda frame: not _is_users(frame), frames)}
+    return not frame[0].startswith((OWN_FOLDER, compat.JAX_FOLDER)) and not _AROUND.search(frame[0])
 
 
 def user_line(frames: Sequence[Frame]) -> str:
@@ -82,7 +74,7 @@ OPCODES = {
 # What JAX writes around the names of scopes when it transforms what stands in them, and the scopes that it
 # opens itself.
 _AROUND_SCOPE = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
-_OWN_SCOPES = ("", "checkpoint", "rematted_computation")
+_OWN_SCOPES = ("", "checkpoint", "rematted_computation", MERGING, REDUCING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,17 +149,6 @@ def sent(opcode: str, size: int, operand: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scope:
-    """Where an equation stands: the sizes of the bound axes, and how often it runs."""
-
-    sizes: Mapping[AxisName, int]
-    runs: Runs = Runs()
-    # Where the equation around it was traced, and JAX's own names of what it stands in.
-    frames: tuple[Frame, ...] = ()
-    stack: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Mapped:
     """A mapped call in a program: its name, and for each result the paths of the states merged into it."""
 
@@ -186,44 +167,54 @@ def traced_collectives(jaxpr: Any, calls: Sequence[Mapped]) -> list[TracedCollec
 
     - `calls`: the mapped calls that the program makes.
     """
-    return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope({}), calls, lambda at: set()).collectives())
+    return list(_Walk(jaxprs.open_jaxpr(jaxpr), calls, lambda at: set(), {}).collectives())
 
 
+@dataclasses.dataclass
 class _Walk:
-    """A walk along one jaxpr and those that it runs."""
+    """A walk along one jaxpr and those that it runs.
 
-    def __init__(
-        self, jaxpr: Jaxpr, scope: _Scope, calls: Sequence[Mapped], outward: _Outward
-    ) -> None:
-        self.jaxpr = jaxpr
-        self.scope = scope
-        self.calls = calls
-        self.outward = outward
+    **Attributes:**
+
+    - `calls`: the mapped calls that the program makes.
+    - `outward`: what results of the jaxpr become outside.
+    - `sizes`: of the bound axes.
+    - `runs`: how often the jaxpr runs.
+    - `frames`, `stack`: where the equation around it was traced, and JAX's own names of what it stands in.
+    """
+
+    jaxpr: Jaxpr
+    calls: Sequence[Mapped]
+    outward: _Outward
+    sizes: Mapping[AxisName, int]
+    runs: Runs = Runs()
+    frames: tuple[Frame, ...] = ()
+    stack: str = ""
+
+    def __post_init__(self) -> None:
         self.readers: dict[int, list[Equation]] = {}
-        for eqn in jaxpr.eqns:
+        for eqn in self.jaxpr.eqns:
             for operand in eqn.invars:
                 self.readers.setdefault(id(operand), []).append(eqn)
         self.results: dict[int, list[int]] = {}
-        for k, result in enumerate(jaxpr.outvars):
+        for k, result in enumerate(self.jaxpr.outvars):
             self.results.setdefault(id(result), []).append(k)
 
     def collectives(self) -> Iterator[TracedCollective]:
         for eqn in self.jaxpr.eqns:
             if axes := self._axes(eqn):
                 yield self._collective(eqn, axes)
-            for inner, scope in self._inner(eqn):
-                outward = self._through(eqn, inner)
-                yield from _Walk(inner, scope, self.calls, outward).collectives()
+            for walk in self._inner(eqn):
+                yield from walk.collectives()
 
     def _axes(self, eqn: Equation) -> tuple[AxisName, ...]:
         if eqn.primitive.name in _SILENT or jaxprs.jaxprs_of(eqn):
             return ()
-        named = [n for key in ("axes", "axis_name") for n in flat_names(eqn.params.get(key))]
-        return tuple(n for n in named if not isinstance(n, int) and n in self.scope.sizes)
+        return tuple(name for name in jaxprs.axes_named(eqn) if name in self.sizes)
 
-    def _inner(self, eqn: Equation) -> Iterator[tuple[Jaxpr, _Scope]]:
-        """The jaxprs that an equation runs, and how often."""
-        sizes, runs = self.scope.sizes, self.scope.runs
+    def _inner(self, eqn: Equation) -> Iterator["_Walk"]:
+        """The walks along the jaxprs that an equation runs."""
+        sizes, runs = self.sizes, self.runs
         match eqn.primitive.name:
             case "shard_map":
                 sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
@@ -233,9 +224,10 @@ class _Walk:
                 runs = runs.in_loop(None)
             case "cond":
                 runs = runs.in_branch()
-        scope = _Scope(sizes, runs, self._frames(eqn), self._stack(eqn))
+        frames, stack = self._frames(eqn), self._stack(eqn)
         for inner in jaxprs.jaxprs_of(eqn):
-            yield inner, scope
+            outward = self._through(eqn, inner)
+            yield _Walk(inner, self.calls, outward, sizes, runs, frames, stack)
 
     def _through(self, eqn: Equation, inner: Jaxpr) -> _Outward:
         """What the results of an inner jaxpr become outside of its equation."""
@@ -247,7 +239,7 @@ class _Walk:
 
     def _frames(self, eqn: Equation) -> tuple[Frame, ...]:
         """Where an equation was traced, with the frames around it where JAX has left those out."""
-        inner, around = frames_of(eqn), self.scope.frames
+        inner, around = frames_of(eqn), self.frames
         return inner if inner[len(inner) - len(around) :] == around else inner + around
 
     def _merged_by(self, inner: Jaxpr) -> tuple[tuple[str, ...], ...]:
@@ -281,36 +273,33 @@ class _Walk:
         return names | self.outward(reached)
 
     def _collective(self, eqn: Equation, axes: tuple[AxisName, ...]) -> TracedCollective:
-        name, runs, frames = eqn.primitive.name, self.scope.runs, self._frames(eqn)
+        name, runs, frames = eqn.primitive.name, self.runs, self._frames(eqn)
         operation = _SPELLINGS.get(name, name)
         groups = eqn.params.get("axis_index_groups")
-        size = len(groups[0]) if groups else math.prod(self.scope.sizes[axis] for axis in axes)
+        size = len(groups[0]) if groups else math.prod(self.sizes[axis] for axis in axes)
         parts = tuple(_part(operand.aval) for operand in eqn.invars)
         opcode = OPCODES.get(operation, operation)
         record = Collective(
             operation=operation,
             axes=axes,
-            times=runs.times,
-            unknown_loop=runs.unknown_loop,
-            branch=runs.branch,
+            **dataclasses.asdict(runs),
             bytes=runs.times * sum(sent(opcode, size, part.bytes) for part in parts),
             arrays=tuple(map(str, parts)),
-            cause=self._cause(eqn, frames),
+            cause=self._cause(eqn),
             # A policy runs after the user's function has returned.
-            line="" if _POLICIES in _files_inside(frames) else user_line(frames),
+            line="" if MERGING in self._stack(eqn) else user_line(frames),
             compiled="",
             instructions=(),
         )
         return TracedCollective(record, name, parts, frames_of(eqn))
 
-    def _cause(self, eqn: Equation, frames: Sequence[Frame]) -> str:
-        files = _files_inside(frames)
-        if _GRADIENTS in files:
+    def _cause(self, eqn: Equation) -> str:
+        stack = self._stack(eqn)
+        if REDUCING in stack:
             return self._gradients(eqn)
-        if _POLICIES in files:
+        if MERGING in stack:
             names = sorted(n for n in self._becomes(eqn.outvars) if not _is_reduced(n))
             return f"the policy of {first_paths(names, ' and ')}" if names else "a policy"
-        stack = self._stack(eqn)
         if "rematted_computation" in stack:
             return "recomputing your code"
         if "transpose(" not in stack:
@@ -321,7 +310,7 @@ class _Walk:
 
     def _stack(self, eqn: Equation) -> str:
         """JAX's own names of what it transposes and recomputes around an equation."""
-        return f"{self.scope.stack}/{getattr(eqn.source_info, 'name_stack', '')}"
+        return f"{self.stack}/{getattr(eqn.source_info, 'name_stack', '')}"
 
     def _gradients(self, eqn: Equation) -> str:
         gradients: list[str] = []

@@ -290,7 +290,7 @@ def _devices(sharding: jax.sharding.Sharding) -> list[jax.Device]:
     return sorted(sharding.device_set, key=lambda device: device.id)
 
 
-_JAX = os.path.dirname(jax.__file__) + os.sep
+JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
 def raised_by_jax(error: BaseException) -> bool:
@@ -341,7 +341,7 @@ def in_collective_over(error: BaseException, name: AxisName) -> bool:
 
 
 def _is_of_jax(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_JAX)
+    return frame.f_code.co_filename.startswith(JAX_FOLDER)
 
 
 def in_mesh(mesh: Mesh | AbstractMesh, traced: bool) -> AbstractContextManager[object]:

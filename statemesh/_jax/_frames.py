@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
     F = TypeVar("F")  # Without the bound, which a run-time type checker would check at every call.
 
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SETTING = "JAX_TRACEBACK_FILTERING"
 _NOTE = (
     "--------------------\n"
@@ -33,7 +33,7 @@ def without_own_frames(fun: F) -> F:
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         try:
             return fun(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # Whatever the user's function raises.
             leave_out_own(error)
             raise
 
@@ -88,4 +88,4 @@ def _without_own(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _is_own(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_OWN)
+    return frame.f_code.co_filename.startswith(OWN_FOLDER)

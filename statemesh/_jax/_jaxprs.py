@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from .._base._types import NO_AXES, Array, ArrayLike, Axes, PyTree, flat_names
+from .._base._types import NO_AXES, Array, ArrayLike, Axes, AxisName, PyTree, flat_names
 from . import _compat as compat
 from ._compat import ClosedJaxpr, Equation, Jaxpr, Operand, core, tree_util
 
@@ -122,6 +122,13 @@ def _count_alike(outer: Sequence[Operand], inner: Sequence[Operand]) -> int:
     return sum(_shape(a) == _shape(b) for a, b in zip(outer, inner, strict=True))
 
 
+def axes_named(eqn: Equation) -> tuple[AxisName, ...]:
+    """The mapped axes that an equation names, in its order."""
+    params = (eqn.params.get(key) for key in ("axes", "axis_name"))
+    names = (name for param in params for name in flat_names(param))
+    return tuple(name for name in names if not isinstance(name, int | np.integer))
+
+
 def collective(eqn: Equation) -> tuple[Axes, Axes]:
     """The axes over which an equation makes its results equal, and those over which it makes them differ.
 
@@ -130,12 +137,7 @@ def collective(eqn: Equation) -> tuple[Axes, Axes]:
     # Our own collectives over lanes are calls whose rule says it.
     if by_rule := rule_of(eqn).joined_over:
         return by_rule, NO_AXES
-    names = frozenset(
-        name
-        for key in ("axes", "axis_name")
-        for name in flat_names(eqn.params.get(key))
-        if not isinstance(name, int | np.integer)
-    )
+    names = frozenset(axes_named(eqn))
     joins = eqn.primitive.name in _JOINING and eqn.params.get("axis_index_groups") is None
     return (names, NO_AXES) if joins else (NO_AXES, names)
 
@@ -226,7 +228,7 @@ def exchanged_by(eqn: Equation) -> Axes:
 
 
 def calls_back(eqn: Equation) -> bool:
-    """Whether an equation runs Python code of the user's."""
+    """Whether an equation runs the user's Python code."""
     return "callback" in eqn.primitive.name
 
 

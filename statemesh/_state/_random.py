@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._axes._mesh_and_lanes import (
+    MERGING,
     MICROBATCHES,
     all_varying,
     first_of,
@@ -39,7 +40,8 @@ from ._values import Meta, conform
 
 
 _THREEFRY = frozenset({"threefry2x32", "threefry4x32"})
-# From these, too, `jax.vmap` draws for each key its own numbers.
+# From these, too, `jax.vmap` draws for each key its own numbers. Of `rbg` keys it takes the first one for all
+# lanes, on purpose: https://github.com/jax-ml/jax/issues/19085
 _KEY_BY_KEY = _THREEFRY | {"philox2x32", "philox4x32"}
 
 
@@ -186,6 +188,7 @@ def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]
     return rows * line.count + line.number
 
 
+@jax.named_scope(MERGING)
 def left(
     last: Array,
     lines: Sequence[Line],
@@ -239,9 +242,7 @@ def _equal(a: Array, b: Array) -> Array:
 
 def _unless(even: Array, key: Array, before: Array) -> Array:
     """`key` where `even`, else a key aside from the line of `before`."""
-    other = folded(again(before), _UNEVEN_DRAWS)
-    if key.dtype != before.dtype:
-        other = _of(_seed(other), key)
+    other = _of(jax.random.fold_in(_seed(again(before)), _UNEVEN_DRAWS), key)
     return again(jnp.where(even, again(key), other))
 
 
@@ -345,7 +346,8 @@ class RandomState(State):
         """
         self._check_single()
         if num is not None:
-            num = count("RandomState.split", "num", num)
+            expected = "an int, 0 or more: the number of keys, as in split(2)"
+            num = count("RandomState.split", "num", num, expected)
         rest, drawn = advance(drawable(self.value, "RandomState.split"))
         if num is not None:
             seeds = jax.random.split(_seed(drawn), num)
@@ -382,7 +384,8 @@ class RandomState(State):
             ```
         """
         self._check_single()
-        n = count("RandomState.rows", "n", n)
+        expected = "an int, 0 or more: the number of rows that this shard holds"
+        n = count("RandomState.rows", "n", n, f"{expected}, as in rows(x.shape[0], 'data')")
         numbers = row_numbers("RandomState.rows", n, axis_name, self._shared)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
         _, drawn = advance(again(stream._shared[-1].key if stream._shared else self.value))

@@ -230,8 +230,8 @@ class State(NoArray, Shown, Generic[Value]):
         reduce: Reduce = None,
         _meta: Meta | None = None,
     ) -> None:
-        # JAX rebuilds nodes with `_meta` given and any object as the value. Only a call of the user's own has
-        # values to convert and mistakes to find.
+        # JAX rebuilds nodes with `_meta` and any object as the value. Only where the user makes a state are
+        # there values to convert and mistakes to find.
         if _meta is None:
             set_value(self, arrays(value))
             set_meta(self, _checked_meta(type(self), name, tag, spec, reduce))
@@ -462,7 +462,7 @@ def rebuild_plain(
 
 
 def _checked_meta(cls: type[State], name: Text, tag: Tags, spec: SpecTree, reduce: Reduce) -> Meta:
-    check_text(cls.__name__, "name", name)
+    check_text(cls.__name__, "name", name, "a string, as in name='mean'")
     tags = as_tags(cls.__name__, tag)
     named = isinstance(reduce, str) and reduce in REDUCTIONS
     if not (reduce is None or callable(reduce) or named):

@@ -250,6 +250,7 @@ _REDUCED_BY: Mapping[str, Callable[..., list[PyTree]]] = {
 }
 
 
+@jax.named_scope(axes.MERGING)
 def reduced(writes: Sequence[Write]) -> list[PyTree]:
     """The instances' values, merged: those that go over the same axes by the same reduction together."""
     treedefs: list[PyTreeDef] = []

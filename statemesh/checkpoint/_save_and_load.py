@@ -437,13 +437,13 @@ def _saved_names(
     left = [path for path in names if path not in wanted]
     # An inserted layer moves the later ones: what was saved fits the next path.
     moved = [p for p in wanted if p in names and not _fits(kinds[names[p]], wanted[p])]
-    mends = []
+    advice = []
     if missing == "error" and absent:
         bad += [f"missing: {p}: {wanted[p].kind} is in `like`, and was not saved" for p in absent]
-        mends.append("missing='keep' keeps what `like` has for values that were not saved.")
+        advice.append("missing='keep' keeps what `like` has for values that were not saved.")
     if left:
         bad += [f"left over: {p}: {kinds[names[p]]} was saved, and is not in `like`" for p in left]
-        mends.append("rename={'path': None} leaves a saved value out.")
+        advice.append("rename={'path': None} leaves a saved value out.")
     bad += [f"{p}: saved as {kinds[names[p]]}, but `like` has {wanted[p].kind}" for p in moved]
     if not bad:
         return {path: names[path] for path in wanted if path in names}
@@ -456,9 +456,9 @@ def _saved_names(
             likely[name] = best[0]
             free = [value for value in free if value.path != best[0]]
     if likely:
-        mends.insert(0, f"Probably renamed: rename={likely!r}.")
+        advice.insert(0, f"Probably renamed: rename={likely!r}.")
     raise error_listing(
-        StructureError, f"load: what {folder} holds is not what `like` has", bad, "\n".join(mends)
+        StructureError, f"load: what {folder} holds is not what `like` has", bad, "\n".join(advice)
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -389,6 +390,12 @@ def other_programs() -> Found:
             raise KeyError("only in process 1")
         return x
 
+    # A primitive with a dictionary, which each process has in another order.
+    marked = Primitive("marked")
+    marked.def_abstract_eval(lambda x, sizes: x)
+    sizes = [{"a": 5, "b": 0}, {"b": 1, "a": 5}][own]
+
+    run("mapping", lambda x: marked.bind(x, sizes=sizes))
     run("number", lambda x: x * [1.0, 2.0][own])
     run("operation", lambda x: [jnp.sin, jnp.cos][own](x))
     run("inside", lambda x: jax.lax.scan(lambda c, _: (c * (own + 2.0), None), x, None, 3)[0])

@@ -157,6 +157,7 @@ def test_what_every_process_has_to_pass_alike_is_compared(together: Any) -> None
 
 # What the first line that differs shows of the program of each process.
 PROGRAMS = {
+    "mapping": ("(('a', 5), ('b', 0))", "(('a', 5), ('b', 1))"),
     "number": ("1.0", "2.0"),
     "operation": (" = sin ", " = cos "),
     "inside": ("2.0", "3.0"),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.scripts.benchmarks.peers._case import Axes, Case, Kind, Made
-from tests.scripts.benchmarks.peers._peers import FLOOR, PEERS, maker
+from tests.scripts.benchmarks.peers._models import Model
+from tests.scripts.benchmarks.peers._peers import FLOOR, PEERS, TRAINERS, maker
 from tests.scripts.benchmarks.peers._pictures import PANELS, SHOWN, picture, small_picture
 from tests.scripts.benchmarks.peers._run import Row, measure
 from tests.scripts.benchmarks.peers._table import put, table
@@ -18,8 +19,11 @@ from tests.scripts.benchmarks.peers._table import put, table
 TESTED = [peer for peer in PEERS if "brainstate" not in peer and peer != FLOOR]
 
 
+PROGRAMS = [kind for kind in get_args(Kind) if kind not in get_args(Model)]
+
+
 def after_two_steps(peer: str, case: Case) -> Made:
-    made = maker(peer)(case)
+    made = maker(case.kind, peer)(case)
     for _ in range(2):
         jax.block_until_ready(made.step())
     return made
@@ -27,17 +31,26 @@ def after_two_steps(peer: str, case: Case) -> Made:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", get_args(Axes))
-@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("kind", PROGRAMS)
 def test_peers_compute_what_is_computed_by_hand(kind: Kind, axes: Axes) -> None:
     case = Case(kind, axes, 2, 4)
     by_hand = after_two_steps(FLOOR, case).state()
     assert [kind.name for kind in by_hand.sharding.mesh.axis_types] == [axes]
     assert not np.allclose(by_hand, case.initial()[0])
     # Each peer on one type of axes in half of the programs.
-    half = (get_args(Kind).index(kind) + get_args(Axes).index(axes)) % 2
+    half = (PROGRAMS.index(kind) + get_args(Axes).index(axes)) % 2
     for peer in TESTED[half::2]:
         state = after_two_steps(peer, case).state()
         np.testing.assert_allclose(state, by_hand, rtol=1e-5, err_msg=peer)
+
+
+@pytest.mark.slow
+def test_models_are_trained_alike_by_all() -> None:
+    case = Case("cnn", "Explicit", 2, 16)
+    by_hand = after_two_steps(FLOOR, case).state()
+    for peer in TRAINERS:
+        state = after_two_steps(peer, case).state()
+        np.testing.assert_allclose(state, by_hand, rtol=1e-4, atol=1e-5, err_msg=peer)
 
 
 @pytest.mark.slow
