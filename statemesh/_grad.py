@@ -64,7 +64,7 @@ from ._base._types import (
 )
 from ._call._arguments import inside_modules
 from ._call._axis_rules import AxisRules
-from ._call._instances import Lanes
+from ._call._lanes import Lanes
 from ._call._origins import (
     Entered,
     Skeleton,

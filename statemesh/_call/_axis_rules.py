@@ -24,10 +24,9 @@ from .._jax import _explicit as explicit
 from .._state._filters import to_predicate
 from .._state._state import State
 from ._arguments import Call, Input, Unit
-from ._instances import Carrier, Layout
-from ._lanes import AxesOfMap, choose_axes, fits, is_size
+from ._devices import Devices, check_global_shapes
+from ._lanes import AxesOfMap, Lanes, Layout, choose_axes, fits, is_size
 from ._origins import Entered, values
-from ._processes import check_global_shapes
 from ._rules import Diverged, Mistakes, Rules, roots
 from ._specs import UNDECLARED, broadcast_axes
 
@@ -63,7 +62,7 @@ class AxisRules(Rules):
     """
 
     transform: str
-    carrier: Carrier
+    carrier: Lanes | Devices
     in_axes: AxisTree
     out_axes: AxisTree
     axis_name: Any

@@ -2,21 +2,23 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import numpy as np
 
+from .._base import _errors as errors
+from .._base._checks import check_named_once
 from .._base._errors import BatchAxisError, StatemeshError, counted, error_listing
 from .._base._specs import Placement, is_axis
 from .._base._trees import describe
-from .._base._types import AxisName, Filter, Leaf, StateAxes
+from .._base._types import AxisName, Filter, Leaf, StateAxes, flat_names, is_axis_name
 from .._jax import _compat as compat
 from .._state._filters import first_matches
 from .._state._state import states_of
 from .._state._values import strong
 from ._arguments import Input
-from ._layout import Run
+from ._layout import OnMesh, Run
 from ._specs import UNDECLARED, not_an_axis
 from ._varying import FromTypes, VaryingAxes
 
@@ -307,3 +309,68 @@ def _lanes_disagree(
         items.append(f"axis_size={axis_size}")
     advice = "All mapped axes must have one size; give None as the axis of what all lanes share."
     return error_listing(BatchAxisError, f"{name}: the number of lanes is not clear", items, advice)
+
+
+Mapped: TypeAlias = Sequence[tuple[str, int, Any]]
+"""The path, the axis and the array of each leaf that is mapped over lanes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """What `vmap2` runs lanes on: one `jax.vmap` carries all of them.
+
+    **Attributes:**
+
+    - `spmd_axis_name`: the mesh axes over which the compiler is to spread them, as for `jax.vmap`.
+    - `has_mesh`: whether the lanes have a mesh. Their number, and so the program, then depends on the inputs'
+        shapes.
+    """
+
+    spmd_axis_name: Any = None
+
+    has_mesh: ClassVar[bool] = False
+
+    def check(self, transform: str) -> None:
+        """Refuse at construction whatever no call could make right."""
+        names = flat_names(self.spmd_axis_name)
+        if not all(map(is_axis_name, names)):
+            expected = "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'"
+            raise errors.invalid_argument(
+                transform, "spmd_axis_name", self.spmd_axis_name, expected
+            )
+        check_named_once(transform, "spmd_axis_name", names)
+
+    def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Placement:
+        """The placement of a leaf that has its lanes on this one of its `ndim` axes."""
+        return LanePlacement(axis, frozenset() if axis is None else frozenset([axis_name]))
+
+    def bind(
+        self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
+    ) -> OnLanes:
+        """Bind the axis name to the lanes of what is mapped.
+
+        **Arguments:**
+
+        - `mapped`: the mapped leaves, which say how many lanes there are.
+        - `asked`: the number of lanes that the author asked for, if any.
+        - `fixed`: whether the program is for inputs of these shapes only.
+        """
+        if count_lanes(name, mapped, asked) is None:
+            raise BatchAxisError(
+                f"{name}: nothing is mapped, so nothing shows how many lanes there are. Give axis_size=..., "
+                "or an axis in in_axes or state_in_axes."
+            )
+        if axis_name in compat.manual_axes(jax.sharding.get_abstract_mesh()):
+            raise BatchAxisError(
+                f"{name}: axis_name={axis_name!r} is a mesh axis that an enclosing shard_map maps over. "
+                "Give the lanes another name."
+            )
+        return OnLanes(name, axis_name, asked, self.spmd_axis_name, fixed)
+
+    def on_one_device(self) -> "Lanes":
+        """What the same lanes run on, on one device."""
+        return self
+
+
+Layout: TypeAlias = OnMesh | OnLanes
+"""Where a program runs, once the placement of every leaf is known."""

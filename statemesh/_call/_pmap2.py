@@ -31,10 +31,9 @@ from .._base._types import (
 from ._arguments import Boxes
 from ._axis_rules import AxisRules
 from ._call import Pipeline, make_room
-from ._instances import Devices
+from ._devices import Devices, as_shapes
 from ._lanes import as_pairs
 from ._mapping import Decorator, StatefulMapping, makes_mappings
-from ._processes import as_shapes
 from ._rules import Declared
 
 

@@ -32,8 +32,7 @@ from ._agreement import (
     traced_alike,
 )
 from ._arguments import Call, Statics, bad_argnums, check_alive, tokens_at, unhashable
-from ._instances import Layout
-from ._lanes import OtherShapes
+from ._lanes import Layout, OtherShapes
 from ._layout import OnMesh
 from ._memory import Spared
 from ._packing import Packing, RunInstance

@@ -14,7 +14,7 @@ from .._base._trees import describe
 from .._base._types import Axes, AxisName, Fun, KeyPath, Leaf, PyTree
 from .._state._state import State
 from ._arguments import Call, Input
-from ._instances import Layout
+from ._lanes import Layout
 from ._origins import Entered
 
 

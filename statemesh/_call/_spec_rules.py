@@ -39,7 +39,7 @@ from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._state import State
 from ._arguments import Call, Input
-from ._instances import Layout
+from ._lanes import Layout
 from ._layout import OnMesh
 from ._mesh import (
     by_fields,

@@ -18,8 +18,7 @@ from .._base._types import (
     StateAxes,
 )
 from ._axis_rules import AxisRules
-from ._instances import Lanes
-from ._lanes import as_pairs
+from ._lanes import Lanes, as_pairs
 from ._mapping import Decorator, StatefulMapping, makes_mappings
 from ._rules import Declared
 
