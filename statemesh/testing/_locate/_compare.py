@@ -4,18 +4,18 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._program._jaxprs import Jaxpr, opened
-from .._program._numbers import roundoff
+from .._program._jaxprs import Jaxpr, counts_of_scan
+from .._program._numbers import numbers, roundoff
 from .._program._stacked import Scope, Stacked
-from .._types import AnyLeaf, Numbers
-from ._evaluate import Evaluator, Values, as_numbers, last_reads, on_all_shards
-from ._graph import Constant, Node, Operand, graph_of, pairs
+from .._types import Numbers
+from ._evaluate import Evaluator, Values, on_all_shards
+from ._graph import Constant, Graph, Node, Operand, graph_of, pairs
 from ._relations import Relation, largest, relation, unequal_copies, whole
 
 
@@ -156,7 +156,7 @@ class _Run:
         self.known = [
             dict(zip(g.inputs, xs, strict=True)) for g, xs in zip(graphs, inputs, strict=True)
         ]
-        self.last_reads = [last_reads(graph) for graph in graphs]
+        self.last_reads = [_last_reads(graph) for graph in graphs]
         # What has been kept, in bytes: of the program on the mesh, and of differences.
         self.kept_values = self.kept_differences = 0
         # For values of the program on the mesh what they are on one device, as long as a node may need it.
@@ -259,9 +259,9 @@ class _Run:
     def size(self, operand: Operand) -> float:
         """The largest number of a value on one device."""
         if isinstance(operand, Constant):
-            return largest(as_numbers(self.value(operand, 1).x))
+            return largest(numbers(self.value(operand, 1).x))
         if operand not in self.sizes:
-            self.sizes[operand] = largest(as_numbers(self.known[1][operand].x))
+            self.sizes[operand] = largest(numbers(self.known[1][operand].x))
         return self.sizes[operand]
 
     def is_index(self, node: Node) -> bool:
@@ -275,7 +275,7 @@ class _Run:
             # A state gives each shard keys of its own. Keys that the user makes so are another matter.
             return node.name in _OF_KEYS and not node.is_own
         others = [self.known[0][x].x for x in node.inputs if x not in indices]
-        return all(as_numbers(x).dtype.kind in "biu" for x in others)
+        return all(numbers(x).dtype.kind in "biu" for x in others)
 
     def results(self) -> Iterator[Result]:
         comparison = self.comparison
@@ -293,6 +293,15 @@ class _Run:
                 known = None
             is_index = bool(comparison.scope.sizes) and a in comparison.indices
             yield Result(got, whole(single), comparison.is_right(known) or is_index)
+
+
+def _last_reads(graph: Graph) -> Mapping[int, int]:
+    """For each value the number of the last node that reads it."""
+    last: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        last |= dict.fromkeys(node.inputs, i)
+    results = [x for x in graph.results if isinstance(x, int)]
+    return last | dict.fromkeys(results, len(graph.nodes))
 
 
 # What shards should have
@@ -424,10 +433,7 @@ def _loop(node: Node, operands: Sequence[Stacked]) -> _Loop:
             operands[first:],
             rounds=range(_MOST_ROUNDS),
         )
-    inner = opened(params["jaxpr"])
-    # What is scanned over has one axis more outside than inside; what is carried has as many.
-    carries = _with_equal_ranks(node.eqn.outvars, inner.outvars)
-    first = _with_equal_ranks(node.eqn.invars, inner.invars) - carries
+    first, carries = counts_of_scan(node.eqn)
     rounds = range(params["length"])
     return _Loop(
         params["jaxpr"],
@@ -437,8 +443,3 @@ def _loop(node: Node, operands: Sequence[Stacked]) -> _Loop:
         operands[first + carries :],
         rounds[::-1] if params["reverse"] else rounds,
     )
-
-
-def _with_equal_ranks(outer: Sequence[AnyLeaf], inner: Sequence[AnyLeaf]) -> int:
-    both = zip(outer, inner, strict=True)
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in both)

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._program._jaxprs import names_of
+from .._program._numbers import is_key
 from .._program._stacked import Scope, Stacked
 from .._types import Numbers
 from . import _words as words
 from ._compare import Comparison, right_values
-from ._evaluate import Values, is_key, on_all_shards
+from ._evaluate import Values, on_all_shards
 from ._graph import Constant, Node, Operand, needed
 from ._lines import Line, callers_of
 from ._suspects import Suspect

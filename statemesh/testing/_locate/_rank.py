@@ -125,13 +125,13 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
         if right is None:
             got, want = words.shapes(difference.got.shape[len(names) :], difference.want)
         else:
-            got, want, shards = words.numbers(difference.got, right[0], names)
+            got, want, shards = words.most_off(difference.got, right[0], names)
     elif trial:
         # What the change makes is right.
         value, change = next(iter(trial.changes.items()))
         before, after = reruns.both(value, change)
         names = list((change.scope or comparison.scopes[value]).sizes)
-        got, want, shards = words.numbers(before, after, names)
+        got, want, shards = words.most_off(before, after, names)
     known = comparison.relations.get(value)
     return Place(
         file=suspect.line.file,

@@ -9,9 +9,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from .._program._numbers import is_key, numbers
 from .._program._stacked import Scope, Stacked, names_of_spec
 from .._types import Numbers
-from ._evaluate import as_numbers, is_key, on_all_shards
+from ._evaluate import on_all_shards
 
 
 # What a value is along a mesh axis: the same on every shard; the parts of an array axis; what gives the
@@ -61,7 +62,7 @@ class Relation:
 
 def whole(value: Stacked) -> Numbers:
     """The value of a program on one device, without mesh axes."""
-    x = as_numbers(value.x)
+    x = numbers(value.x)
     return x.reshape(x.shape[len(value.axes) :])
 
 
@@ -96,7 +97,7 @@ def unequal_copies(value: Stacked, spec: PartitionSpec | None, unit: float) -> b
     - `spec`: how the result is put together.
     - `unit`: the roundoff of the dtype, where that is not double precision.
     """
-    named, x = names_of_spec(spec or PartitionSpec()), as_numbers(value.x)
+    named, x = names_of_spec(spec or PartitionSpec()), numbers(value.x)
     for at, name in enumerate(value.axes):
         if name in named:
             continue
@@ -127,7 +128,7 @@ def relation(
     - `unit`: the roundoff of the dtype, where that is not double precision.
     """
     names = [name for name in value.axes if scope.sizes[name] > 1]
-    x, lead = as_numbers(value.x), len(value.axes)
+    x, lead = numbers(value.x), len(value.axes)
     if x.shape[lead:] != want.shape:
         # What is the same on all shards can still be the part of each.
         names = [name for name, size in scope.sizes.items() if size > 1]

@@ -6,11 +6,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
+from .._program._numbers import distances, numbers
 from .._types import AnyLeaf, Numbers
-from ._evaluate import as_numbers
 from ._graph import Node
 from ._lines import Line
-from ._relations import Relation, equal
+from ._relations import Relation
 
 
 _OPERATIONS: Mapping[str, str] = {
@@ -82,7 +82,7 @@ def shapes(got: Sequence[int], want: Numbers | None) -> tuple[str, str]:
     return f"{_array(got)} on each shard", there
 
 
-def numbers(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str, str, str]:
+def most_off(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str, str, str]:
     """What some shards have where they are most off, what they should have, and which shards these are.
 
     **Arguments:**
@@ -91,19 +91,16 @@ def numbers(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str
     """
     if not want.size:
         return "an empty array", "an empty array", ""
-    with np.errstate(invalid="ignore"):
-        # Of truths, whole numbers and complex ones alike.
-        off = np.abs(got.astype(complex) - want.astype(complex))
-    off = np.where(equal(got, want), -1.0, np.where(np.isnan(off), np.inf, off))
+    off = distances(got, want)
     worst = np.unravel_index(int(np.argmax(off)), off.shape)
     count = len(names)
     local = tuple(map(int, worst[count:]))
     at = f" at {list(local)}" if local else ""
     shards = sorted(np.ndindex(got.shape[:count]), key=lambda shard: -off[(*shard, *local)])[:2]
     shards.sort()
-    numbers = [f"{_shown(got[(*k, *local)])} on {_shard(names, k)}" for k in shards]
+    values = [f"{_shown(got[(*k, *local)])} on {_shard(names, k)}" for k in shards]
     goals = list(dict.fromkeys(_shown(want[(*k, *local)]) for k in shards))
-    return ", ".join(numbers) + at, " and ".join(goals), "; ".join(_shard(names, k) for k in shards)
+    return ", ".join(values) + at, " and ".join(goals), "; ".join(_shard(names, k) for k in shards)
 
 
 RESULT_LENGTH = "the length of axis {} of the result"
@@ -123,10 +120,10 @@ def whole_values(values: tuple[AnyLeaf, Numbers], types: Sequence[AnyLeaf]) -> t
         got, want = (f"{kind.dtype}{list(kind.shape)}" for kind in types)
         return got, want
     got, want = values
-    off = np.asarray(as_numbers(got) != as_numbers(want))
+    off = np.asarray(numbers(got) != numbers(want))
     at = tuple(map(int, np.unravel_index(int(np.argmax(off)), off.shape)))
     index = f" at {list(at)}" if at else ""
-    return _shown(as_numbers(got)[at]) + index, _shown(as_numbers(want)[at])
+    return _shown(numbers(got)[at]) + index, _shown(numbers(want)[at])
 
 
 def _shard(names: Sequence[Hashable], index: Sequence[int]) -> str:
