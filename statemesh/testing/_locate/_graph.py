@@ -226,8 +226,8 @@ class _Flattening:
         return [moved("join", x, s) for x, s in zip(results, params["out_specs"], strict=True)]
 
 
-def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, int]:
-    """For nodes of the program on a mesh, the numbers of the same nodes of the program on one device.
+def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, Node]:
+    """For nodes of the program on a mesh, the same nodes of the program on one device.
 
     The programs are nearly the same. Where they are not, because the code looks at the size of an axis, these
     are the longest runs of nodes that both have.
@@ -236,7 +236,7 @@ def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, int]:
     if 2 * len(same) < min(len(mesh), len(single)):
         # The other program was written in other lines.
         same = _longest([_kind(node) for node in mesh], [_kind(node) for node in single])
-    return {mesh[a]: b for a, b in same.items()}
+    return {mesh[a]: single[b] for a, b in sorted(same.items())}
 
 
 def _longest(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, int]:

@@ -118,7 +118,7 @@ class Reruns:
         values = suspect.values
         if not values or self.nodes_run > _MOST_NODES:
             return None
-        if not all(x in comparison.differences for x in values):
+        if not all(map(comparison.differs, values)):
             return None
         choices = [list(right_values(comparison, x)) for x in values]
         if not all(choices):
@@ -252,9 +252,9 @@ class Trial:
 
 def reductions(comparison: Comparison, suspect: Suspect, values: Sequence[int]) -> Iterator[Trial]:
     """Values that a line makes, reduced over a mesh axis or multiplied by its size."""
-    if not values or not all(x in comparison.differences for x in values):
+    if not values or not all(map(comparison.differs, values)):
         return
-    arrays = {x: comparison.differences[x].got for x in values}
+    arrays = {x: comparison.got(x) for x in values}
     scope = comparison.scopes[values[0]]
     is_float = all(array.dtype.kind in "fc" for array in arrays.values())
     if not is_float or any(comparison.scopes[x] != scope for x in values):

@@ -116,16 +116,13 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
     node, value = _shown(comparison, suspect)
     assert suspect.line is not None
     got = want = shards = ""
-    difference = comparison.differences.get(value)
-    if difference is not None and value not in comparison.indices:
-        right, names = (
-            next(right_values(comparison, value), None),
-            list(comparison.scopes[value].sizes),
-        )
+    if comparison.differs(value) and value not in comparison.indices:
+        right = next(right_values(comparison, value), None)
         if right is None:
-            got, want = words.shapes(difference.got.shape[len(names) :], difference.want)
+            got, want = words.shapes(comparison.values[value].shape, comparison.wants.get(value))
         else:
-            got, want, shards = words.most_off(difference.got, right[0], names)
+            names = list(comparison.scopes[value].sizes)
+            got, want, shards = words.most_off(comparison.got(value), right[0], names)
     elif trial:
         # What the change makes is right.
         value, change = next(iter(trial.changes.items()))
@@ -147,9 +144,7 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
 
 def _shown(comparison: Comparison, suspect: Suspect) -> tuple[Node, int]:
     """The node and the value that show best what is off."""
-    values = [
-        (node, x) for node in suspect.nodes for x in node.results if x in comparison.differences
-    ]
+    values = [(node, x) for node in suspect.nodes for x in node.results if comparison.differs(x)]
     # Or else, of what is related but partial, what the line hands on.
     unrelated = [(node, x) for node, x in values if comparison.is_unrelated(x)]
     related = [(node, x) for node, x in reversed(values) if x in suspect.values]
