@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._program._numbers import is_key, numbers
+from .._program._numbers import distances, equal, is_key, numbers
 from .._program._stacked import Scope, Stacked, names_of_spec
 from .._types import Numbers
 from ._evaluate import on_all_shards
@@ -66,15 +66,6 @@ def whole(value: Stacked) -> Numbers:
     return x.reshape(x.shape[len(value.axes) :])
 
 
-def equal(x: Numbers, y: Numbers, limit: Numbers = None) -> Numbers:
-    """Which numbers are equal, or differ by no more than a limit. NaN equals NaN."""
-    same = (x == y) | ((x != x) & (y != y))
-    if limit is None:
-        return same
-    with np.errstate(invalid="ignore"):
-        return same | (np.abs(x - y) <= limit)
-
-
 def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
     """By how much each number of two computations in double precision may differ.
 
@@ -83,6 +74,8 @@ def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
     - `operands`: the largest number that the value was made from.
     - `unit`: the roundoff of the dtype, where that is not double precision.
     """
+    if want.dtype.kind not in "fc":
+        return np.asarray(0.0)
     if unit:
         return np.asarray(min(_NARROW * unit, _MOST) * max(largest(want), 1e-30))
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
@@ -102,7 +95,7 @@ def unequal_copies(value: Stacked, spec: PartitionSpec | None, unit: float) -> b
         if name in named:
             continue
         first = np.take(x, [0], at)
-        if not np.all(equal(x, first, allowed(first, 0.0, unit) if x.dtype.kind in "fc" else None)):
+        if np.any(distances(x, first) > allowed(first, 0.0, unit)):
             return True
     return False
 
@@ -134,11 +127,10 @@ def relation(
         names = [name for name, size in scope.sizes.items() if size > 1]
         x, lead = on_all_shards(value, scope), len(scope.sizes)
     x = x.reshape((*scope.shape(names), *x.shape[lead:]))
-    numeric = want.dtype.kind in "fc"
-    limit = allowed(want, operands, unit) if numeric else None
+    limit = allowed(want, operands, unit)
     tried = (_PARTS, _PARTIAL, *(() if is_key(value.x) else (_MOVED, _MULTIPLE, _ONE)))
     for kinds in tried:
-        if kinds is _MULTIPLE and not numeric:
+        if kinds is _MULTIPLE and want.dtype.kind not in "fc":
             continue
         for way, array in _ways(x, list(map(str, names)), want.shape, kinds, max(1e-10, 64 * unit)):
             if array.shape != want.shape:
@@ -146,7 +138,7 @@ def relation(
             factor = _factor(array, want, scope) if kinds is _MULTIPLE else 1.0
             if factor is None:
                 continue
-            if np.all(equal(array / factor if factor != 1 else array, want, limit)):
+            if np.all(distances(array / factor if factor != 1 else array, want) <= limit):
                 return Relation(way, factor)
     return None
 
