@@ -1,7 +1,7 @@
 """The specs that give results another length on a mesh."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -22,9 +22,12 @@ def wrong_specs(
 
     - `results`, `arguments`: the paths of the arrays.
     """
-    # How many results each explains, what it costs, and what is shown.
-    specs: dict[str, tuple[int, int, Place]] = {}
-    in_specs = list(_in_specs(comparison))
+    inputs, nodes = comparison.mesh.inputs, comparison.mesh.nodes
+    split = {x: node.spec for node in nodes if node.kind == "split" for x in node.inputs}
+    read = {x for node in nodes for x in node.inputs}
+    in_specs = {x: split.get(x) or PartitionSpec() for x in inputs if x in read}
+    # What each spec costs for each result that it explains, and what is shown.
+    specs: dict[str, list[tuple[int, Place]]] = {}
     ends = zip(comparison.results, comparison.mesh.results, results, strict=True)
     for result, operand, path in ends:
         join = comparison.maker.get(operand) if isinstance(operand, int) else None
@@ -41,28 +44,16 @@ def wrong_specs(
         # Where each shard has the whole result, only putting it together is wrong.
         is_out = is_short or (bool(join.inputs) and comparison.is_plain(join.inputs[0]))
         explaining = [("out_specs", path, join.spec, int(not is_out))]
-        for number, spec in in_specs:
-            value = comparison.values[comparison.mesh.inputs[number]]
-            names_one = not {*names_of_spec(spec)}.isdisjoint(axes)
-            if names_one == is_short and want[d] in value.shape:
-                explaining.append(("in_specs", arguments[number], spec, int(is_out)))
+        for x, name in zip(inputs, arguments, strict=True):
+            spec = in_specs.get(x)
+            if spec is None or want[d] not in comparison.values[x].x.shape:
+                continue
+            if is_short != {*names_of_spec(spec)}.isdisjoint(axes):
+                explaining.append(("in_specs", name, spec, int(is_out)))
         for which, name, spec, cost in explaining:
-            source, length = (
-                f"{which} of {name}: {words.typed(spec)}",
-                words.RESULT_LENGTH.format(d),
-            )
+            source = f"{which} of {name}: {words.typed(spec)}"
+            length = words.RESULT_LENGTH.format(d)
             place = Place("", 0, source, length, got=str(got[d]), want=str(want[d]), shards="")
-            count, least, first = specs.get(source, (0, cost, place))
-            specs[source] = count + 1, min(least, cost), first
-    order = sorted(specs.values(), key=lambda spec: (-spec[0], spec[1]))
-    return [place for *_, place in order]
-
-
-def _in_specs(comparison: Comparison) -> Iterator[tuple[int, PartitionSpec]]:
-    """The numbers of the arguments, and how each is split."""
-    nodes = comparison.mesh.nodes
-    split = {x: node.spec for node in nodes if node.kind == "split" for x in node.inputs}
-    read = {x for node in nodes for x in node.inputs}
-    for number, x in enumerate(comparison.mesh.inputs):
-        if x in read:
-            yield number, split.get(x) or PartitionSpec()
+            specs.setdefault(source, []).append((cost, place))
+    order = sorted(specs.values(), key=lambda each: (-len(each), min(cost for cost, _ in each)))
+    return [each[0][1] for each in order]
