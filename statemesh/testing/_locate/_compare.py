@@ -1,10 +1,9 @@
 """The values of a program on a mesh beside those of the program on one device, also inside loops."""
 
-import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +14,7 @@ from .._program._numbers import numbers, roundoff
 from .._program._stacked import Scope, Stacked
 from .._types import Numbers
 from ._evaluate import Evaluator, Values, on_all_shards
-from ._graph import Constant, Node, Operand, graph_of, pairs
+from ._graph import Node, graph_of, pairs
 from ._relations import Relation, largest, relation, unequal_copies, whole
 
 
@@ -29,18 +28,7 @@ _MOST_LOOPS = 8
 _MOST_ROUNDS = 32
 
 _LOOPS = ("scan", "while", "cond")
-# Numbers that these make are no positions.
-_OF_KEYS = ("random_fold_in", "random_split", "random_wrap", "random_unwrap")
 _RANDOM = ("random_bits", "random_wrap", "random_fold_in", "random_split", "random_seed")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Result:
-    """A result of both programs."""
-
-    got: Stacked
-    want: Numbers
-    right: bool
 
 
 class Comparison:
@@ -64,18 +52,17 @@ class Comparison:
     - `indices`: the values that differ because they are made from the index of a shard.
     - `positions`: those of them that are not made from constants only.
     - `operands`: those of loops and branches whose results differ, in both programs.
-    - `lengths`: the lengths of what shards have of arrays that are split.
-    - `results`: the results.
-    - `ends`: the same as the values of each program.
+    - `ends`: the results of each program.
+    - `right`: which of those on the mesh are right.
     """
 
     def __init__(self, evaluators: Evaluators, scope: Scope) -> None:
         self.evaluators, self.scope = evaluators, scope
         self.mesh, self.single = (evaluator.graph for evaluator in evaluators)
-        self.maker = self.mesh.maker()
+        self.maker = {x: node for node in self.mesh.nodes for x in node.results}
         self.partners = pairs(self.mesh.nodes, self.single.nodes)
         self.matched = len(self.partners) == len(self.mesh.nodes) == len(self.single.nodes)
-        self.scopes = dict.fromkeys(self.mesh.inputs, scope)
+        self.scopes = dict.fromkeys((*self.mesh.inputs, *self.mesh.constants), scope)
         self.scopes |= {x: node.around for node in self.mesh.nodes for x in node.results}
         self._known: tuple[Values, Values] = {}, {}
         self.values = self._known[0]
@@ -84,16 +71,14 @@ class Comparison:
         self.indices: set[int] = set()
         self.positions: set[int] = set()
         self.operands: dict[Node, tuple[list[Stacked], list[Stacked]]] = {}
-        self.lengths: set[int] = set()
-        self.results: list[Result] = []
         self.ends: list[list[Stacked]] = []
-        # After them a value of a node can be let go.
+        self.right: list[bool] = []
+        # After its last reader a value can be let go.
         self._last_readers = [
-            {x: node for node in graph.nodes for x in node.inputs}
+            {x: node for node in graph.nodes for x in node.operands}
             for graph in (self.mesh, self.single)
         ]
         self._bytes = 0
-        self._sizes: dict[int, float] = {}
 
     # What is known of a value
 
@@ -113,20 +98,23 @@ class Comparison:
         """What shards have, with all mesh axes of the value's scope in front."""
         return on_all_shards(self.values[value], self.scopes[value])
 
-    def judge(self, number: int, value: Stacked) -> bool:
-        """Whether a result of another run is right."""
-        want = self.results[number].want
-        return self._is_right(relation(value, want, self.scope, 0.0, self._unit(value)))
+    def is_right(self, number: int, values: Mapping[int, Stacked]) -> bool:
+        """Whether a result of another run is right. One whose copies differ is not."""
+        operand, want = self.mesh.results[number], whole(self.ends[1][number])
+        join, value = self.maker.get(operand), values[operand]
+        if join is not None and self._has_unequal_copies(join, values[join.operands[0]]):
+            return False
+        return self._is_right_as(relation(value, want, self.scope, 0.0, self._unit(value)))
 
-    def has_unequal_copies(self, join: Node, value: Stacked) -> bool:
-        """Whether shards have different values of a result of which a device keeps its own copy."""
-        return unequal_copies(value, join.spec, self._unit(value))
+    def _has_unequal_copies(self, node: Node, value: Stacked) -> bool:
+        """Whether shards have different values of what is joined, of which a device keeps its own copy."""
+        return node.kind == "join" and unequal_copies(value, node.spec, self._unit(value))
 
     def _unit(self, value: Stacked) -> float:
         """The roundoff of a value; 0 where floats are in double precision."""
         return 0.0 if self.evaluators[0].wide else roundoff(value.x.dtype)
 
-    def _is_right(self, known: Relation | None) -> bool:
+    def _is_right_as(self, known: Relation | None) -> bool:
         """Whether a result with this relation is one that it should have."""
         # Around loops there are mesh axes, and what is carried may be anything that is related.
         return known is not None and (known.is_plain or bool(self.scope.sizes))
@@ -134,10 +122,13 @@ class Comparison:
     # Both programs run
 
     def run(self, inputs: Sequence[Sequence[Stacked]]) -> None:
-        for known, graph, xs in zip(self._known, (self.mesh, self.single), inputs, strict=True):
-            known.update(zip(graph.inputs, xs, strict=True))
+        """Run both node by node, and relate what they make."""
+        for known, evaluator, xs in zip(self._known, self.evaluators, inputs, strict=True):
+            known.update(zip(evaluator.graph.inputs, xs, strict=True))
+            known.update(evaluator.constants())
+        self.relations.update(dict.fromkeys(self.mesh.constants, Relation()))
         for a, b in zip(self.mesh.inputs, self.single.inputs, strict=True):
-            self._relate(a, whole(self._known[1][b]), self.scope, 0.0)
+            self._relate(a, whole(self._known[1][b]), 0.0)
         single_nodes = iter(self.single.nodes)
         for node in self.mesh.nodes:
             self._run_node(0, node)
@@ -156,10 +147,10 @@ class Comparison:
             self._run_node(1, single)
             self._forget(1, single)
         self.ends = [
-            [self._value(x, side) for x in evaluator.graph.results]
-            for side, evaluator in enumerate(self.evaluators)
+            [known[x] for x in graph.results]
+            for known, graph in zip(self._known, (self.mesh, self.single), strict=True)
         ]
-        self.results = list(map(self._result, self.mesh.results, *self.ends))
+        self.right = list(map(self._is_right_end, self.mesh.results, *self.ends))
 
     def _run_node(self, side: int, node: Node) -> None:
         known = self._known[side]
@@ -170,84 +161,66 @@ class Comparison:
         """Where too much is kept, let values go that no node after this one reads."""
         if self._bytes > _MOST_BYTES:
             graph = self.evaluators[side].graph
-            for x in {*node.inputs}.difference(graph.inputs, graph.results):
+            for x in {*node.operands}.difference(graph.inputs, graph.constants, graph.results):
                 if self._last_readers[side][x] is node:
                     del self._known[side][x]
-
-    def _value(self, operand: Operand, side: int) -> Stacked:
-        return self.evaluators[side].operand(operand, self._known[side])
 
     def _relate_results(self, node: Node, partner: Node | None) -> None:
         """Relate what a node has made to what its partner has made."""
         by_index = self._is_index(node)
-        operands = max(map(self._size, partner.operands), default=0.0) if partner else 0.0
+        # Where large numbers cancel, what is left is as exact as they are.
+        size = max((largest(numbers(self.values[x].x)) for x in node.operands), default=0.0)
         for k, x in enumerate(node.results):
-            want = whole(self._known[1][partner.results[k]]) if partner else self._unneeded(node)
-            self._relate(x, want, node.around, operands)
+            want = whole(self._known[1][partner.results[k]]) if partner else None
+            self._relate(x, want, size)
             if by_index and not self.is_plain(x):
                 # That one shard has the index 0, or that the least is 0, is no relation.
                 self.relations[x] = None
                 self.indices.add(x)
-                if node.name == "axis_index" or self.positions.intersection(node.inputs):
+                if node.name == "axis_index" or self.positions.intersection(node.operands):
                     self.positions.add(x)
-            if node.kind == "split":
-                self.lengths.update(self.values[x].shape)
-            if node.kind == "join" and self.has_unequal_copies(
-                node, self._value(node.operands[0], 0)
-            ):
+            if node.operands and self._has_unequal_copies(node, self.values[node.operands[0]]):
                 self.relations[x] = None
         is_loop = node.name in _LOOPS and len(self.operands) < _MOST_LOOPS
         if is_loop and partner and any(self.relations[x] is None for x in node.results):
             self.operands[node] = (
-                [self._value(x, 0) for x in node.operands],
-                [self._value(x, 1) for x in partner.operands],
+                [self.values[x] for x in node.operands],
+                [self._known[1][x] for x in partner.operands],
             )
 
-    def _relate(self, x: int, want: Numbers | None, scope: Scope, operands: float) -> None:
-        value = self.values[x]
-        self.relations[x] = None
+    def _relate(self, x: int, want: Numbers | None, size: float) -> None:
+        value, self.relations[x] = self.values[x], None
         if want is not None:
-            self.relations[x] = relation(value, want, scope, operands, self._unit(value))
+            unit = self._unit(value)
+            self.relations[x] = relation(value, want, self.scopes[x], size, unit)
             if self._bytes <= _MOST_BYTES:
                 self.wants[x] = want
 
-    def _unneeded(self, node: Node) -> Numbers | None:
-        """What one device has in the place of a division by the number of shards, which it does not need."""
-        if len(node.inputs) != 1 or len(node.results) != 1 or node.name not in ("div", "mul"):
-            return None
-        return self.wants.get(node.inputs[0])
-
-    def _size(self, operand: Operand) -> float:
-        """The largest number of a value on one device."""
-        if isinstance(operand, Constant):
-            return largest(numbers(self._value(operand, 1).x))
-        if operand not in self._sizes:
-            self._sizes[operand] = largest(numbers(self._known[1][operand].x))
-        return self._sizes[operand]
-
     def _is_index(self, node: Node) -> bool:
         """Whether results are made from the index of a shard, or from constants, and so may differ."""
-        if node.name == "axis_index" or (node.operands and not node.inputs):
+        others = {*node.operands}.difference(self.mesh.constants)
+        if node.name == "axis_index" or (node.operands and not others):
             return True
-        if self.indices.isdisjoint(node.inputs):
+        if self.indices.isdisjoint(node.operands):
             return False
         if node.name in _RANDOM:
             # A state gives each shard keys of its own. Keys that the user makes so are another matter.
-            return node.name in _OF_KEYS and not node.is_own
-        others = [self.values[x].x for x in node.inputs if x not in self.indices]
-        return all(numbers(x).dtype.kind in "biu" for x in others)
+            return not node.is_own
+        whole_numbers = (
+            numbers(self.values[x].x).dtype.kind in "biu" for x in others - self.indices
+        )
+        return all(whole_numbers)
 
-    def _result(self, operand: Operand, got: Stacked, single: Stacked) -> Result:
-        want = whole(single)
-        if isinstance(operand, Constant) or operand not in self.wants:
+    def _is_right_end(self, operand: int, got: Stacked, single: Stacked) -> bool:
+        if operand not in self.wants:
             # A node without a partner may give the right result.
-            known = relation(got, want, self.scope, 0.0, self._unit(got))
+            known = relation(got, whole(single), self.scope, 0.0, self._unit(got))
         else:
             known = self.relations[operand]
         if got.x.dtype != single.x.dtype:
             known = None
         is_index = bool(self.scope.sizes) and operand in self.indices
-        return Result(got, want, self._is_right(known) or is_index)
+        return self._is_right_as(known) or is_index
 
 
 def compare(
@@ -267,39 +240,25 @@ def compare(
 # What shards should have
 
 
-def right_values(comparison: Comparison, value: int) -> Iterator[tuple[Numbers, float]]:
-    """What shards may have to have, the likeliest first: what one device has, its parts, parts of a sum.
-
-    With each comes what it is a multiple of: 1 for the value of one device itself.
-    """
+def right_values(comparison: Comparison, value: int) -> Iterator[Numbers]:
+    """What shards may have to have, the likeliest first: what one device has, its parts, parts of a sum."""
     want, scope = comparison.wants.get(value), comparison.scopes[value]
     if want is None:
         return
     got, known = comparison.got(value), comparison.relations[value]
     if known is not None and known.factor != 1:
-        yield got / known.factor, known.factor
-    # Most values are split as others are.
-    usual = collections.Counter(
-        (name, axis)
-        for other in comparison.relations.values()
-        for name, kind, axis in (other.kinds if other else ())
-        if kind == "parts"
-    )
-    splits = list(_splits(want.shape, got.shape[len(scope.sizes) :], scope))
-    splits.sort(key=lambda split: -sum(usual[str(name), axis] for name, axis in split.items()))
+        yield got / known.factor
+    splits = list(_splits(want.shape, got.shape[len(scope.sizes) :], scope))[:3]
     plain = []
-    for split in splits[:3]:
+    for split in splits:
         entries = [tuple(name for name in split if split[name] == d) for d in range(want.ndim)]
-        parts = scope.split(Stacked(want), PartitionSpec(*entries))
-        plain.append(on_all_shards(parts, scope))
-        yield plain[-1], 1.0
+        plain.append(on_all_shards(scope.split(Stacked(want), PartitionSpec(*entries)), scope))
+    yield from plain
     if want.dtype.kind in "fc" and plain:
         sizes = [size for name, size in scope.sizes.items() if name not in splits[0]]
-        count = math.prod(sizes)
-        count = count if count > 1 else math.prod(scope.sizes.values())
-        if count > 1:
-            yield plain[0] / count, 1 / count
-            yield plain[0] * count, float(count)
+        count = math.prod(sizes or scope.sizes.values())
+        yield plain[0] / count
+        yield plain[0] * count
 
 
 def _splits(
@@ -352,7 +311,7 @@ def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] 
     for number in loops[0].rounds[:_MOST_ROUNDS]:
         inputs = [_inputs(*each, number) for each in zip(loops, nodes, strict=True)]
         within = compare((evaluators[0], evaluators[1]), node.scope, inputs)
-        if not all(result.right for result in within.results):
+        if not all(within.right):
             return within, None if node.name == "cond" else number
         for loop, values in zip(loops, within.ends, strict=True):
             loop.carry = values[: len(loop.carry)]
@@ -373,13 +332,10 @@ def _loop(node: Node, operands: list[Stacked]) -> _Loop:
         consts, carry = operands[of_condition:first], operands[first:]
         return _Loop(params["body_jaxpr"], range(_MOST_ROUNDS), consts, carry)
     first, carries = counts_of_scan(node.eqn)
-    consts, carry, scanned = (
-        *(operands[:first], operands[first : first + carries]),
-        operands[first + carries :],
-    )
+    consts, rest = operands[:first], operands[first:]
     rounds = range(params["length"])
     rounds = rounds[::-1] if params["reverse"] else rounds
-    return _Loop(params["jaxpr"], rounds, consts, carry, scanned)
+    return _Loop(params["jaxpr"], rounds, consts, rest[:carries], rest[carries:])
 
 
 def _inputs(loop: _Loop, node: Node, number: int) -> list[Stacked]:

@@ -8,7 +8,7 @@ run it. A test runs nodes of all planted models both ways and expects the same n
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -21,7 +21,7 @@ from .._program._numbers import is_key, numbers, promoted
 from .._program._replay import Frame, Replay
 from .._program._stacked import Axes, Scope, Stacked, names_of_spec
 from .._types import AnyLeaf, Numbers
-from ._graph import Constant, Graph, Node, Operand
+from ._graph import Graph, Node
 
 
 # What is compiled here runs a few times.
@@ -53,12 +53,13 @@ class Evaluator(Replay):
             self.arithmetic = Promoted()
         self._compiled = functools.lru_cache(_MOST_COMPILED)(self._compile)
 
-    def operand(self, x: Operand, known: Mapping[int, Stacked]) -> Stacked:
-        return in_numpy(self.arithmetic.value(x.value)) if isinstance(x, Constant) else known[x]
+    def constants(self) -> Values:
+        """Those of the graph."""
+        return {x: in_numpy(self.arithmetic.value(y)) for x, y in self.graph.constants.items()}
 
-    def run_node(self, node: Node, known: Values) -> None:
+    def run_node(self, node: Node, known: MutableMapping[int, Stacked]) -> None:
         """Add the results of a node to what is known."""
-        results = self.results(node, [self.operand(x, known) for x in node.operands])
+        results = self.results(node, [known[x] for x in node.operands])
         known.update(zip(node.results, results, strict=True))
 
     def results(self, node: Node, values: Sequence[Stacked]) -> list[Stacked]:
@@ -68,7 +69,6 @@ class Evaluator(Replay):
 
     def results_by_jax(self, node: Node, values: Sequence[Stacked]) -> list[Stacked]:
         if node.kind == "split":
-            assert node.spec is not None
             return [node.scope.split(values[0], node.spec)]
         if node.kind == "join":
             return [_joined(values[0], node)]
@@ -102,7 +102,6 @@ class Evaluator(Replay):
 
 
 def _joined(value: Stacked, node: Node) -> Stacked:
-    assert node.spec is not None
     kept = {*names_of_spec(node.spec), *node.around.sizes}
     # Along the axes that the spec leaves out a device keeps its own copy. We keep the first.
     first = tuple(slice(None) if name in kept else 0 for name in value.axes)
@@ -251,13 +250,11 @@ def _dynamic_update_slice(params: _Params, x: Numbers, new: Numbers, *starts: Nu
     return result
 
 
-_OF_FLOATS = (
-    *("exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "sqrt", "sign", "floor", "ceil"),
-    *("div", "pow", "rsqrt", "logistic", "is_finite", "integer_pow"),
-)
+_NAMED_ALIKE = "exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "sqrt", "sign", "floor", "ceil"
 # With integers and infinities, NumPy does in the others what XLA does.
+_OF_FLOATS = (*_NAMED_ALIKE, "div", "pow", "rsqrt", "logistic", "is_finite", "integer_pow")
 _ON_EACH_NUMBER: Mapping[str, Callable[..., Any]] = {
-    **{name: getattr(np, name) for name in _OF_FLOATS[:11]},
+    **{name: getattr(np, name) for name in _NAMED_ALIKE},
     "div": np.divide,
     "pow": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),

@@ -23,17 +23,17 @@ def wrong_specs(
     - `results`, `arguments`: the paths of the arrays.
     """
     inputs, nodes = comparison.mesh.inputs, comparison.mesh.nodes
-    split = {x: node.spec for node in nodes if node.kind == "split" for x in node.inputs}
-    read = {x for node in nodes for x in node.inputs}
+    split = {x: node.spec for node in nodes if node.kind == "split" for x in node.operands}
+    read = {x for node in nodes for x in node.operands}
     in_specs = {x: split.get(x) or PartitionSpec() for x in inputs if x in read}
     # What each spec costs for each result that it explains, and what is shown.
     specs: dict[str, list[tuple[int, Place]]] = {}
-    ends = zip(comparison.results, comparison.mesh.results, results, strict=True)
-    for result, operand, path in ends:
-        join = comparison.maker.get(operand) if isinstance(operand, int) else None
-        got, want = result.got.x.shape, result.want.shape
+    ends = zip(comparison.mesh.results, *comparison.ends, results, strict=True)
+    for operand, result, single, path in ends:
+        join = comparison.maker.get(operand)
+        got, want = result.x.shape, single.x.shape
         unequal = [d for d in range(len(want)) if len(got) == len(want) and got[d] != want[d]]
-        if join is None or join.spec is None or len(unequal) != 1 or not math.prod(want):
+        if join is None or join.kind != "join" or len(unequal) != 1 or not math.prod(want):
             continue
         (d,) = unequal
         # A result is too long where its spec names axes that no argument's spec names, and too short where
@@ -42,7 +42,7 @@ def wrong_specs(
         own_axes = as_names(join.spec[d]) if d < len(join.spec) else ()
         axes = tuple(join.scope.sizes) if is_short else own_axes
         # Where each shard has the whole result, only putting it together is wrong.
-        is_out = is_short or (bool(join.inputs) and comparison.is_plain(join.inputs[0]))
+        is_out = is_short or (bool(join.operands) and comparison.is_plain(join.operands[0]))
         explaining = [("out_specs", path, join.spec, int(not is_out))]
         for x, name in zip(inputs, arguments, strict=True):
             spec = in_specs.get(x)
