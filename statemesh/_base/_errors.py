@@ -55,6 +55,10 @@ class SpecError(StatemeshError):
 class BatchAxisError(StatemeshError):
     """A lane axis that does not fit a state or an array.
 
+    **Attributes:**
+
+    - `has_too_many_lanes`: whether `pmap2` has more lanes than devices, which `vmap2` could run.
+
     !!! example
 
         ```python
@@ -67,6 +71,8 @@ class BatchAxisError(StatemeshError):
 
         ```
     """
+
+    has_too_many_lanes = False
 
 
 class DivergedStateError(StatemeshError):

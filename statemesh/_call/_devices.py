@@ -302,11 +302,13 @@ class Devices:
                 "Map over an axis of size 1 or more.",
             )
         if lanes > len(devices):
-            raise BatchAxisError(
+            error = BatchAxisError(
                 f"{name}: {counted(lanes, 'lane')} on {counted(len(devices), 'device')}; pmap2 gives every "
                 f"lane a device of its own. Use {len(devices)} at most, each with a part of the batch, as in "
                 f"x.reshape({len(devices)}, -1, *x.shape[1:]); or use vmap2 or shard_map."
             )
+            error.has_too_many_lanes = True
+            raise error
         mesh = Mesh(np.array(devices[:lanes]), (axis_name,))
         if not spread:
             return OnDevices(name, mesh)

@@ -23,8 +23,9 @@ def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: Scope, wide: boo
         evaluator = Evaluator(graph, wide)
         values = [evaluator.arithmetic.value(x) for x in arrays]
         known = dict(zip(graph.inputs, map(in_numpy, values), strict=True))
+        known |= evaluator.constants()
         for node in graph.nodes:
-            operands = [evaluator.operand(x, known) for x in node.operands]
+            operands = [known[x] for x in node.operands]
             evaluator.run_node(node, known)
             if node.kind != "run" or results_by_numpy(node, operands, wide) is None:
                 continue

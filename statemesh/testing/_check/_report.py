@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 
 from .._errors import BrokenPromise
-from .._locate._locate import NotLocated
 from .._locate._located import Located
 from .._program._replay import MOST_ROUNDS
 from ._feedback import FeedBack
@@ -42,7 +41,7 @@ def fails_too(label: str, count: int) -> str:
     return f"{label[0].upper()}{label[1:]}{_results(count)} off too."
 
 
-def located(place: Located | NotLocated, *, generic: bool) -> list[str]:
+def located(place: Located | str, *, generic: bool) -> list[str]:
     """Lines on the place in the program."""
     lines = [f"  {line}" for line in str(place).splitlines()]
     return ["  With generic values:", *lines] if generic else lines

@@ -1,60 +1,34 @@
 """The values of a program on a mesh beside those of the program on one device, also inside loops."""
 
-import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._program._jaxprs import Jaxpr, opened
-from .._program._numbers import roundoff
+from .._program._jaxprs import Jaxpr, counts_of_scan
+from .._program._numbers import numbers, roundoff
 from .._program._stacked import Scope, Stacked
-from .._types import AnyLeaf, Numbers
-from ._evaluate import Evaluator, Values, as_numbers, last_reads, on_all_shards
-from ._graph import Constant, Node, Operand, graph_of, pairs
+from .._types import Numbers
+from ._evaluate import Evaluator, Values, on_all_shards
+from ._graph import Node, graph_of, pairs
 from ._relations import Relation, largest, relation, unequal_copies, whole
 
 
 Evaluators: TypeAlias = tuple[Evaluator, Evaluator]
 
-# What is kept of the program on the mesh, and of the values that differ, in bytes. The others are let go.
-_MOST_BYTES = 2**28
+# What is kept of the values of both programs, in bytes. Later ones are let go where no node reads them.
+_MOST_BYTES = 2**29
 # So many loops and branches can be looked into.
 _MOST_LOOPS = 8
 # A mistake shows in the first rounds.
 _MOST_ROUNDS = 32
 
 _LOOPS = ("scan", "while", "cond")
-# Numbers that these make are no positions.
-_OF_KEYS = ("random_fold_in", "random_split", "random_wrap", "random_unwrap")
 _RANDOM = ("random_bits", "random_wrap", "random_fold_in", "random_split", "random_seed")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Difference:
-    """A value of which shards have not simply their part.
-
-    **Attributes:**
-
-    - `got`: the value, with all mesh axes of its scope in front.
-    - `want`: the value on one device; `None` where that program has none that belongs to it.
-    """
-
-    got: Numbers
-    want: Numbers | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Result:
-    """A result of both programs."""
-
-    got: Stacked
-    want: Numbers
-    right: bool
 
 
 class Comparison:
@@ -70,45 +44,43 @@ class Comparison:
     - `mesh`, `single`: the two graphs.
     - `maker`: the node that makes each value of the program on the mesh.
     - `matched`: whether each node of the one program belongs to one of the other.
-    - `partners`: for nodes of the program on the mesh the numbers of those that belong to them.
+    - `partners`: for nodes of the program on the mesh those of the other that belong to them.
     - `scopes`: the mesh axes over which each value may differ.
     - `values`: those of the program on the mesh, as far as they are kept.
+    - `wants`: what they are on one device; none where that program has no value that belongs to it.
     - `relations`: what each value of the program on the mesh is of that on one device.
-    - `differences`: the values that are not simply those of one device.
     - `indices`: the values that differ because they are made from the index of a shard.
     - `positions`: those of them that are not made from constants only.
     - `operands`: those of loops and branches whose results differ, in both programs.
-    - `lengths`: the lengths of what shards have of arrays that are split.
-    - `results`: the results.
-    - `ends`: the same as the values of each program.
+    - `ends`: the results of each program.
+    - `right`: which of those on the mesh are right.
     """
 
     def __init__(self, evaluators: Evaluators, scope: Scope) -> None:
         self.evaluators, self.scope = evaluators, scope
         self.mesh, self.single = (evaluator.graph for evaluator in evaluators)
-        self.maker = self.mesh.maker()
+        self.maker = {x: node for node in self.mesh.nodes for x in node.results}
         self.partners = pairs(self.mesh.nodes, self.single.nodes)
         self.matched = len(self.partners) == len(self.mesh.nodes) == len(self.single.nodes)
-        self.scopes = dict.fromkeys(self.mesh.inputs, scope)
+        self.scopes = dict.fromkeys((*self.mesh.inputs, *self.mesh.constants), scope)
         self.scopes |= {x: node.around for node in self.mesh.nodes for x in node.results}
-        self.values: Values = {}
+        self._known: tuple[Values, Values] = {}, {}
+        self.values = self._known[0]
+        self.wants: dict[int, Numbers] = {}
         self.relations: dict[int, Relation | None] = {}
-        self.differences: dict[int, Difference] = {}
         self.indices: set[int] = set()
         self.positions: set[int] = set()
         self.operands: dict[Node, tuple[list[Stacked], list[Stacked]]] = {}
-        self.lengths: set[int] = set()
-        self.results: list[Result] = []
         self.ends: list[list[Stacked]] = []
+        self.right: list[bool] = []
+        # After its last reader a value can be let go.
+        self._last_readers = [
+            {x: node for node in graph.nodes for x in node.operands}
+            for graph in (self.mesh, self.single)
+        ]
+        self._bytes = 0
 
-    def partner(self, node: Node) -> Node | None:
-        """The node of the program on one device that belongs to a node."""
-        number = self.partners.get(node)
-        return None if number is None else self.single.nodes[number]
-
-    def unit(self, value: Stacked) -> float:
-        """The roundoff of a value; 0 where floats are in double precision."""
-        return 0.0 if self.evaluators[0].wide else roundoff(value.x.dtype)
+    # What is known of a value
 
     def is_plain(self, value: int) -> bool:
         """Whether shards have of a value the numbers that one device has, each its part or all of them."""
@@ -118,19 +90,137 @@ class Comparison:
     def is_unrelated(self, value: int) -> bool:
         return self.relations[value] is None and value not in self.indices
 
-    def is_right(self, known: Relation | None) -> bool:
+    def differs(self, value: int) -> bool:
+        """Whether a value is more than the parts of that of one device, and was kept."""
+        return not self.is_plain(value) and value in self.values
+
+    def got(self, value: int) -> Numbers:
+        """What shards have, with all mesh axes of the value's scope in front."""
+        return on_all_shards(self.values[value], self.scopes[value])
+
+    def is_right(self, number: int, values: Mapping[int, Stacked]) -> bool:
+        """Whether a result of another run is right. One whose copies differ is not."""
+        operand, want = self.mesh.results[number], whole(self.ends[1][number])
+        join, value = self.maker.get(operand), values[operand]
+        if join is not None and self._has_unequal_copies(join, values[join.operands[0]]):
+            return False
+        return self._is_right_as(relation(value, want, self.scope, 0.0, self._unit(value)))
+
+    def _has_unequal_copies(self, node: Node, value: Stacked) -> bool:
+        """Whether shards have different values of what is joined, of which a device keeps its own copy."""
+        return node.kind == "join" and unequal_copies(value, node.spec, self._unit(value))
+
+    def _unit(self, value: Stacked) -> float:
+        """The roundoff of a value; 0 where floats are in double precision."""
+        return 0.0 if self.evaluators[0].wide else roundoff(value.x.dtype)
+
+    def _is_right_as(self, known: Relation | None) -> bool:
         """Whether a result with this relation is one that it should have."""
         # Around loops there are mesh axes, and what is carried may be anything that is related.
         return known is not None and (known.is_plain or bool(self.scope.sizes))
 
-    def judge(self, number: int, value: Stacked) -> bool:
-        """Whether a result of another run is right."""
-        want = self.results[number].want
-        return self.is_right(relation(value, want, self.scope, 0.0, self.unit(value)))
+    # Both programs run
 
-    def has_unequal_copies(self, join: Node, value: Stacked) -> bool:
-        """Whether shards have different values of a result of which a device keeps its own copy."""
-        return unequal_copies(value, join.spec, self.unit(value))
+    def run(self, inputs: Sequence[Sequence[Stacked]]) -> None:
+        """Run both node by node, and relate what they make."""
+        for known, evaluator, xs in zip(self._known, self.evaluators, inputs, strict=True):
+            known.update(zip(evaluator.graph.inputs, xs, strict=True))
+            known.update(evaluator.constants())
+        self.relations.update(dict.fromkeys(self.mesh.constants, Relation()))
+        for a, b in zip(self.mesh.inputs, self.single.inputs, strict=True):
+            self._relate(a, whole(self._known[1][b]), 0.0)
+        single_nodes = iter(self.single.nodes)
+        for node in self.mesh.nodes:
+            self._run_node(0, node)
+            partner = self.partners.get(node)
+            while partner is not None:
+                single = next(single_nodes)
+                self._run_node(1, single)
+                if single is partner:
+                    break
+                self._forget(1, single)
+            self._relate_results(node, partner)
+            self._forget(0, node)
+            if partner is not None:
+                self._forget(1, partner)
+        for single in single_nodes:
+            self._run_node(1, single)
+            self._forget(1, single)
+        self.ends = [
+            [known[x] for x in graph.results]
+            for known, graph in zip(self._known, (self.mesh, self.single), strict=True)
+        ]
+        self.right = list(map(self._is_right_end, self.mesh.results, *self.ends))
+
+    def _run_node(self, side: int, node: Node) -> None:
+        known = self._known[side]
+        self.evaluators[side].run_node(node, known)
+        self._bytes += sum(known[x].x.nbytes for x in node.results)
+
+    def _forget(self, side: int, node: Node) -> None:
+        """Where too much is kept, let values go that no node after this one reads."""
+        if self._bytes > _MOST_BYTES:
+            graph = self.evaluators[side].graph
+            for x in {*node.operands}.difference(graph.inputs, graph.constants, graph.results):
+                if self._last_readers[side][x] is node:
+                    del self._known[side][x]
+
+    def _relate_results(self, node: Node, partner: Node | None) -> None:
+        """Relate what a node has made to what its partner has made."""
+        by_index = self._is_index(node)
+        # Where large numbers cancel, what is left is as exact as they are.
+        size = max((largest(numbers(self.values[x].x)) for x in node.operands), default=0.0)
+        for k, x in enumerate(node.results):
+            want = whole(self._known[1][partner.results[k]]) if partner else None
+            self._relate(x, want, size)
+            if by_index and not self.is_plain(x):
+                # That one shard has the index 0, or that the least is 0, is no relation.
+                self.relations[x] = None
+                self.indices.add(x)
+                if node.name == "axis_index" or self.positions.intersection(node.operands):
+                    self.positions.add(x)
+            if node.operands and self._has_unequal_copies(node, self.values[node.operands[0]]):
+                self.relations[x] = None
+        is_loop = node.name in _LOOPS and len(self.operands) < _MOST_LOOPS
+        if is_loop and partner and any(self.relations[x] is None for x in node.results):
+            self.operands[node] = (
+                [self.values[x] for x in node.operands],
+                [self._known[1][x] for x in partner.operands],
+            )
+
+    def _relate(self, x: int, want: Numbers | None, size: float) -> None:
+        value, self.relations[x] = self.values[x], None
+        if want is not None:
+            unit = self._unit(value)
+            self.relations[x] = relation(value, want, self.scopes[x], size, unit)
+            if self._bytes <= _MOST_BYTES:
+                self.wants[x] = want
+
+    def _is_index(self, node: Node) -> bool:
+        """Whether results are made from the index of a shard, or from constants, and so may differ."""
+        others = {*node.operands}.difference(self.mesh.constants)
+        if node.name == "axis_index" or (node.operands and not others):
+            return True
+        if self.indices.isdisjoint(node.operands):
+            return False
+        if node.name in _RANDOM:
+            # A state gives each shard keys of its own. Keys that the user makes so are another matter.
+            return not node.is_own
+        whole_numbers = (
+            numbers(self.values[x].x).dtype.kind in "biu" for x in others - self.indices
+        )
+        return all(whole_numbers)
+
+    def _is_right_end(self, operand: int, got: Stacked, single: Stacked) -> bool:
+        if operand not in self.wants:
+            # A node without a partner may give the right result.
+            known = relation(got, whole(single), self.scope, 0.0, self._unit(got))
+        else:
+            known = self.relations[operand]
+        if got.x.dtype != single.x.dtype:
+            known = None
+        is_index = bool(self.scope.sizes) and operand in self.indices
+        return self._is_right_as(known) or is_index
 
 
 def compare(
@@ -143,194 +233,32 @@ def compare(
     - `inputs`: the values that come into each.
     """
     comparison = Comparison(evaluators, scope)
-    _Run(comparison, inputs).run()
+    comparison.run(inputs)
     return comparison
-
-
-class _Run:
-    """Runs both programs of a comparison."""
-
-    def __init__(self, comparison: Comparison, inputs: Sequence[Sequence[Stacked]]) -> None:
-        self.comparison = comparison
-        graphs = comparison.mesh, comparison.single
-        self.known = [
-            dict(zip(g.inputs, xs, strict=True)) for g, xs in zip(graphs, inputs, strict=True)
-        ]
-        self.last_reads = [last_reads(graph) for graph in graphs]
-        # What has been kept, in bytes: of the program on the mesh, and of differences.
-        self.kept_values = self.kept_differences = 0
-        # For values of the program on the mesh what they are on one device, as long as a node may need it.
-        self.wants: dict[int, Numbers] = {}
-        self.sizes: dict[int, float] = {}
-
-    def run(self) -> None:
-        comparison, (on_mesh, on_single) = self.comparison, self.known
-        comparison.values.update(on_mesh)
-        for a, b in zip(comparison.mesh.inputs, comparison.single.inputs, strict=True):
-            self.relate(a, on_mesh[a], whole(on_single[b]), comparison.scope, 0.0)
-        position = 0
-        for i, node in enumerate(comparison.mesh.nodes):
-            comparison.evaluators[0].run_node(node, on_mesh)
-            end = comparison.partners.get(node, position - 1) + 1
-            self.run_single(position, end)
-            self.step(node, comparison.partner(node))
-            self.forget(0, i)
-            self.forget(1, end - 1)
-            self.wants = {
-                x: want for x, want in self.wants.items() if self.last_reads[0].get(x, -1) > i
-            }
-            position = end
-        self.run_single(position, len(comparison.single.nodes))
-        comparison.results = list(self.results())
-        comparison.ends = [
-            [self.value(x, side) for x in evaluator.graph.results]
-            for side, evaluator in enumerate(comparison.evaluators)
-        ]
-
-    def run_single(self, start: int, end: int) -> None:
-        for node in self.comparison.single.nodes[start:end]:
-            self.comparison.evaluators[1].run_node(node, self.known[1])
-
-    def forget(self, side: int, done: int) -> None:
-        """Let values go that no later node reads."""
-        known, last = self.known[side], self.last_reads[side]
-        for x in [x for x in known if last.get(x, -1) <= done]:
-            del known[x]
-
-    def value(self, operand: Operand, side: int) -> Stacked:
-        return self.comparison.evaluators[side].operand(operand, self.known[side])
-
-    def step(self, node: Node, partner: Node | None) -> None:
-        """Relate what a node has made to what its partner has made."""
-        comparison = self.comparison
-        by_index = self.is_index(node)
-        operands = max([self.size(x) for x in partner.operands], default=0.0) if partner else 0.0
-        for k, x in enumerate(node.results):
-            value = self.known[0][x]
-            want = whole(self.known[1][partner.results[k]]) if partner else self.unneeded(node)
-            if want is not None:
-                self.wants[x] = want
-            self.relate(x, value, want, node.around, operands)
-            self.kept_values += value.x.nbytes
-            if self.kept_values <= _MOST_BYTES:
-                comparison.values[x] = value
-            if by_index and not comparison.is_plain(x):
-                # That one shard has the index 0, or that the least is 0, is no relation.
-                comparison.relations[x] = None
-                comparison.indices.add(x)
-                if node.name == "axis_index" or comparison.positions.intersection(node.inputs):
-                    comparison.positions.add(x)
-            if node.kind == "split":
-                comparison.lengths.update(value.shape)
-            if node.kind == "join" and comparison.has_unequal_copies(
-                node, self.value(node.operands[0], 0)
-            ):
-                comparison.relations[x] = None
-                self.keep(x, value, want, node.around)
-        is_loop = node.name in _LOOPS and len(comparison.operands) < _MOST_LOOPS
-        if is_loop and partner and any(comparison.relations[x] is None for x in node.results):
-            comparison.operands[node] = (
-                [self.value(x, 0) for x in node.operands],
-                [self.value(x, 1) for x in partner.operands],
-            )
-
-    def unneeded(self, node: Node) -> Numbers | None:
-        """What one device has in the place of a division by the number of shards, which it does not need."""
-        if len(node.inputs) != 1 or len(node.results) != 1 or node.name not in ("div", "mul"):
-            return None
-        return self.wants.get(node.inputs[0])
-
-    def relate(
-        self, x: int, value: Stacked, want: Numbers | None, scope: Scope, operands: float
-    ) -> None:
-        comparison = self.comparison
-        comparison.relations[x] = (
-            None if want is None else relation(value, want, scope, operands, comparison.unit(value))
-        )
-        if not comparison.is_plain(x):
-            self.keep(x, value, want, scope)
-
-    def keep(self, x: int, value: Stacked, want: Numbers | None, scope: Scope) -> None:
-        got = on_all_shards(value, scope)
-        self.kept_differences += got.nbytes
-        if self.kept_differences <= _MOST_BYTES:
-            self.comparison.differences[x] = Difference(got, want)
-
-    def size(self, operand: Operand) -> float:
-        """The largest number of a value on one device."""
-        if isinstance(operand, Constant):
-            return largest(as_numbers(self.value(operand, 1).x))
-        if operand not in self.sizes:
-            self.sizes[operand] = largest(as_numbers(self.known[1][operand].x))
-        return self.sizes[operand]
-
-    def is_index(self, node: Node) -> bool:
-        """Whether results are made from the index of a shard, or from constants, and so may differ."""
-        indices = self.comparison.indices
-        if node.name == "axis_index" or (node.operands and not node.inputs):
-            return True
-        if indices.isdisjoint(node.inputs):
-            return False
-        if node.name in _RANDOM:
-            # A state gives each shard keys of its own. Keys that the user makes so are another matter.
-            return node.name in _OF_KEYS and not node.is_own
-        others = [self.known[0][x].x for x in node.inputs if x not in indices]
-        return all(as_numbers(x).dtype.kind in "biu" for x in others)
-
-    def results(self) -> Iterator[Result]:
-        comparison = self.comparison
-        for a, b in zip(comparison.mesh.results, comparison.single.results, strict=True):
-            got, single = self.value(a, 0), self.value(b, 1)
-            difference = comparison.differences.get(a) if isinstance(a, int) else None
-            # A node without a partner may give the right result.
-            is_lone = difference is not None and difference.want is None
-            if is_lone or isinstance(a, Constant):
-                unit = comparison.unit(got)
-                known = relation(got, whole(single), comparison.scope, 0.0, unit)
-            else:
-                known = comparison.relations[a]
-            if got.x.dtype != single.x.dtype:
-                known = None
-            is_index = bool(comparison.scope.sizes) and a in comparison.indices
-            yield Result(got, whole(single), comparison.is_right(known) or is_index)
 
 
 # What shards should have
 
 
-def right_values(comparison: Comparison, value: int) -> Iterator[tuple[Numbers, float]]:
-    """What shards may have to have, the likeliest first: what one device has, its parts, parts of a sum.
-
-    With each comes what it is a multiple of: 1 for the value of one device itself.
-    """
-    difference, known = comparison.differences[value], comparison.relations[value]
-    got, want, scope = difference.got, difference.want, comparison.scopes[value]
+def right_values(comparison: Comparison, value: int) -> Iterator[Numbers]:
+    """What shards may have to have, the likeliest first: what one device has, its parts, parts of a sum."""
+    want, scope = comparison.wants.get(value), comparison.scopes[value]
     if want is None:
         return
+    got, known = comparison.got(value), comparison.relations[value]
     if known is not None and known.factor != 1:
-        yield got / known.factor, known.factor
-    # Most values are split as others are.
-    usual = collections.Counter(
-        (name, axis)
-        for other in comparison.relations.values()
-        for name, kind, axis in (other.kinds if other else ())
-        if kind == "parts"
-    )
-    splits = list(_splits(want.shape, got.shape[len(scope.sizes) :], scope))
-    splits.sort(key=lambda split: -sum(usual[str(name), axis] for name, axis in split.items()))
+        yield got / known.factor
+    splits = list(_splits(want.shape, got.shape[len(scope.sizes) :], scope))[:3]
     plain = []
-    for split in splits[:3]:
+    for split in splits:
         entries = [tuple(name for name in split if split[name] == d) for d in range(want.ndim)]
-        parts = scope.split(Stacked(want), PartitionSpec(*entries))
-        plain.append(on_all_shards(parts, scope))
-        yield plain[-1], 1.0
+        plain.append(on_all_shards(scope.split(Stacked(want), PartitionSpec(*entries)), scope))
+    yield from plain
     if want.dtype.kind in "fc" and plain:
         sizes = [size for name, size in scope.sizes.items() if name not in splits[0]]
-        count = math.prod(sizes)
-        count = count if count > 1 else math.prod(scope.sizes.values())
-        if count > 1:
-            yield plain[0] / count, 1 / count
-            yield plain[0] * count, float(count)
+        count = math.prod(sizes or scope.sizes.values())
+        yield plain[0] / count
+        yield plain[0] * count
 
 
 def _splits(
@@ -355,22 +283,13 @@ def _splits(
 
 @dataclasses.dataclass
 class _Loop:
-    """A loop on one side. A branch is a loop of one round, which has no number."""
+    """A loop on one side. A branch is a loop of one round, whose number is that of the branch."""
 
     body: Jaxpr
-    scope: Scope
+    rounds: Sequence[int]
     consts: Sequence[Stacked]
     carry: Sequence[Stacked] = ()
     scanned: Sequence[Stacked] = ()
-    rounds: Sequence[int | None] = (None,)
-
-    def inputs(self, number: int | None) -> list[Stacked]:
-        """What comes into a round, with a copy for each shard, so that all rounds have the same shapes."""
-        axes = tuple(self.scope.sizes)
-        spread = [self.scope.spread(x, axes) for x in (*self.consts, *self.carry, *self.scanned)]
-        first = len(spread) - len(self.scanned)
-        at = (*[slice(None)] * len(axes), number)
-        return [*spread[:first], *(Stacked(value.x[at], axes) for value in spread[first:])]
 
 
 def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] | None:
@@ -378,67 +297,50 @@ def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] 
 
     With a round comes its number.
     """
-    partner = comparison.partner(node)
-    if partner is None or node not in comparison.operands:
+    if node not in comparison.operands:
         return None
-    sides = list(zip((node, partner), comparison.operands[node], strict=True))
-    if node.name == "cond":
-        taken = [_taken(side, operands[0]) for side, operands in sides]
-        if taken[0] is None or taken[0] != taken[1]:
-            return None
-        loops = [
-            _Loop(side.eqn.params["branches"][taken[0]], side.scope, operands[1:])
-            for side, operands in sides
-        ]
-    else:
-        loops = [_loop(side, operands) for side, operands in sides]
-    if len(loops[0].rounds) != len(loops[1].rounds):
+    nodes = node, comparison.partners[node]
+    loops = list(map(_loop, nodes, comparison.operands[node]))
+    if not loops[0].rounds or loops[0].rounds != loops[1].rounds:
         return None
     wide = comparison.evaluators[0].wide
-    mesh, single = (Evaluator(graph_of(loop.body, loop.scope, node.line), wide) for loop in loops)
+    evaluators = [
+        Evaluator(graph_of(loop.body, side.scope, node.line), wide)
+        for loop, side in zip(loops, nodes, strict=True)
+    ]
     for number in loops[0].rounds[:_MOST_ROUNDS]:
-        within = compare((mesh, single), node.scope, [loop.inputs(number) for loop in loops])
-        if not all(result.right for result in within.results):
-            return within, number
+        inputs = [_inputs(*each, number) for each in zip(loops, nodes, strict=True)]
+        within = compare((evaluators[0], evaluators[1]), node.scope, inputs)
+        if not all(within.right):
+            return within, None if node.name == "cond" else number
         for loop, values in zip(loops, within.ends, strict=True):
             loop.carry = values[: len(loop.carry)]
     return None
 
 
-def _taken(node: Node, which: Stacked) -> int | None:
-    """The number of the branch that all shards take."""
-    taken = {*np.asarray(which.x).flat}
-    last = len(node.eqn.params["branches"]) - 1
-    return min(max(int(taken.pop()), 0), last) if len(taken) == 1 else None
-
-
-def _loop(node: Node, operands: Sequence[Stacked]) -> _Loop:
+def _loop(node: Node, operands: list[Stacked]) -> _Loop:
     params = node.eqn.params
+    if node.name == "cond":
+        which, *consts = operands
+        last = len(params["branches"]) - 1
+        taken = sorted({min(max(int(k), 0), last) for k in np.asarray(which.x).flat})
+        # Shards that take several branches cannot be followed.
+        return _Loop(params["branches"][taken[0]], taken if len(taken) == 1 else (), consts)
     if node.name == "while":
         of_condition = params["cond_nconsts"]
         first = of_condition + params["body_nconsts"]
-        return _Loop(
-            params["body_jaxpr"],
-            node.scope,
-            operands[of_condition:first],
-            operands[first:],
-            rounds=range(_MOST_ROUNDS),
-        )
-    inner = opened(params["jaxpr"])
-    # What is scanned over has one axis more outside than inside; what is carried has as many.
-    carries = _with_equal_ranks(node.eqn.outvars, inner.outvars)
-    first = _with_equal_ranks(node.eqn.invars, inner.invars) - carries
+        consts, carry = operands[of_condition:first], operands[first:]
+        return _Loop(params["body_jaxpr"], range(_MOST_ROUNDS), consts, carry)
+    first, carries = counts_of_scan(node.eqn)
+    consts, rest = operands[:first], operands[first:]
     rounds = range(params["length"])
-    return _Loop(
-        params["jaxpr"],
-        node.scope,
-        operands[:first],
-        operands[first : first + carries],
-        operands[first + carries :],
-        rounds[::-1] if params["reverse"] else rounds,
-    )
+    rounds = rounds[::-1] if params["reverse"] else rounds
+    return _Loop(params["jaxpr"], rounds, consts, rest[:carries], rest[carries:])
 
 
-def _with_equal_ranks(outer: Sequence[AnyLeaf], inner: Sequence[AnyLeaf]) -> int:
-    both = zip(outer, inner, strict=True)
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in both)
+def _inputs(loop: _Loop, node: Node, number: int) -> list[Stacked]:
+    """What comes into a round, with a copy for each shard, so that all rounds have the same shapes."""
+    scope, axes = node.scope, tuple(node.scope.sizes)
+    spread = [scope.spread(x, axes) for x in (*loop.consts, *loop.carry)]
+    at = (*[slice(None)] * len(axes), number)
+    return spread + [Stacked(scope.spread(x, axes).x[at], axes) for x in loop.scanned]

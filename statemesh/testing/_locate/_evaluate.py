@@ -7,21 +7,21 @@ run it. A test runs nodes of all planted models both ways and expects the same n
 """
 
 import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from .._program._collectives import RULES, collective
 from .._program._jaxprs import names_of
 from .._program._noise import Promoted
-from .._program._numbers import promoted
-from .._program._replay import MOST_ROUNDS, Frame, Replay
+from .._program._numbers import is_key, numbers, promoted
+from .._program._replay import Frame, Replay
 from .._program._stacked import Axes, Scope, Stacked, names_of_spec
 from .._types import AnyLeaf, Numbers
-from ._graph import Constant, Graph, Node, Operand
+from ._graph import Graph, Node
 
 
 # What is compiled here runs a few times.
@@ -46,8 +46,6 @@ class Evaluator(Replay):
     - `wide`: whether floats are in double precision; else in their own dtypes.
     """
 
-    most_rounds = MOST_ROUNDS
-
     def __init__(self, graph: Graph, wide: bool) -> None:
         super().__init__("locate", graph.jaxpr)
         self.graph, self.wide = graph, wide
@@ -55,12 +53,13 @@ class Evaluator(Replay):
             self.arithmetic = Promoted()
         self._compiled = functools.lru_cache(_MOST_COMPILED)(self._compile)
 
-    def operand(self, x: Operand, known: Mapping[int, Stacked]) -> Stacked:
-        return in_numpy(self.arithmetic.value(x.value)) if isinstance(x, Constant) else known[x]
+    def constants(self) -> Values:
+        """Those of the graph."""
+        return {x: in_numpy(self.arithmetic.value(y)) for x, y in self.graph.constants.items()}
 
-    def run_node(self, node: Node, known: Values) -> None:
+    def run_node(self, node: Node, known: MutableMapping[int, Stacked]) -> None:
         """Add the results of a node to what is known."""
-        results = self.results(node, [self.operand(x, known) for x in node.operands])
+        results = self.results(node, [known[x] for x in node.operands])
         known.update(zip(node.results, results, strict=True))
 
     def results(self, node: Node, values: Sequence[Stacked]) -> list[Stacked]:
@@ -70,7 +69,6 @@ class Evaluator(Replay):
 
     def results_by_jax(self, node: Node, values: Sequence[Stacked]) -> list[Stacked]:
         if node.kind == "split":
-            assert node.spec is not None
             return [node.scope.split(values[0], node.spec)]
         if node.kind == "join":
             return [_joined(values[0], node)]
@@ -104,7 +102,6 @@ class Evaluator(Replay):
 
 
 def _joined(value: Stacked, node: Node) -> Stacked:
-    assert node.spec is not None
     kept = {*names_of_spec(node.spec), *node.around.sizes}
     # Along the axes that the spec leaves out a device keeps its own copy. We keep the first.
     first = tuple(slice(None) if name in kept else 0 for name in value.axes)
@@ -117,34 +114,14 @@ def in_numpy(x: AnyLeaf, axes: Axes = ()) -> Stacked:
     return Stacked(x if is_key(x) else np.asarray(x), axes)
 
 
-def as_numbers(x: AnyLeaf) -> Numbers:
-    """The numbers of an array; for keys, those of their data."""
-    numbers = np.asarray(jax.random.key_data(x) if is_key(x) else x)
-    # What is compared is not rounded, and NumPy cannot compute with bfloat16.
-    return numbers.astype(np.float64) if jnp.issubdtype(numbers.dtype, jnp.floating) else numbers
-
-
 def on_all_shards(value: Stacked, scope: Scope) -> Numbers:
     """The numbers with all mesh axes of the scope in front."""
-    return scope.spread(Stacked(as_numbers(value.x), value.axes), scope.sizes).x
-
-
-def is_key(x: AnyLeaf) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def last_reads(graph: Graph) -> Mapping[int, int]:
-    """For each value the number of the last node that reads it."""
-    last: dict[int, int] = {}
-    for i, node in enumerate(graph.nodes):
-        last |= dict.fromkeys(node.inputs, i)
-    results = [x for x in graph.results if isinstance(x, int)]
-    return last | dict.fromkeys(results, len(graph.nodes))
+    return scope.spread(Stacked(numbers(value.x), value.axes), scope.sizes).x
 
 
 # By NumPy
 
-# From the node, the number of mesh axes in front of each operand, and the operands.
+# A rule gives the result on one shard from the parameters of the equation and the operands.
 _Rule: TypeAlias = Callable[..., Any]
 
 
@@ -157,292 +134,174 @@ def results_by_numpy(node: Node, values: Sequence[Stacked], wide: bool) -> list[
     """
     if node.kind != "run" or not all(_is_number(value.x.dtype) for value in values):
         return None
-    # Without a dtype it may be a token or a reference.
-    dtype = getattr(node.eqn.outvars[0].aval, "dtype", np.dtype(object))
-    dtype = promoted(dtype) if wide else dtype
-    axes = node.scope.union(values)
+    scope, eqn = node.scope, node.eqn
     with np.errstate(all="ignore"):
-        if node.name in _EXCHANGES:
-            return _exchanged(node, values)
-        xs = [_aligned(value, axes) for value in values]
-        rule = _rule(node, xs, dtype) if _is_number(dtype) else None
-        if rule is None:
+        if node.name in RULES:
+            names = {*names_of(eqn)}
+            if not names or not names <= {*scope.sizes} or eqn.params.get("axis_index_groups"):
+                return None
+            return [collective(eqn, value, scope, _vmap) for value in values]
+        # Without a dtype it may be a token or a reference.
+        dtype = getattr(eqn.outvars[0].aval, "dtype", None)
+        dtype = promoted(dtype) if wide and dtype is not None else dtype
+        if not _is_number(dtype) or not _is_computed_alike(node, values, dtype):
             return None
-        result = np.asarray(rule(node, len(axes), *xs)).astype(dtype, copy=False)
-    return [Stacked(result, axes)]
+        axes = scope.union(values)
+        if node.name in _ON_EACH_NUMBER:
+            rank = max(len(value.shape) for value in values)
+            result = _ON_EACH_NUMBER[node.name](*[_aligned(x, axes, rank) for x in values])
+        else:
+            rule: _Rule = functools.partial(_ON_ONE_SHARD[node.name], eqn.params)
+            for name in reversed(axes):
+                rule = _vmap(rule, [0 if name in value.axes else None for value in values])
+            result = rule(*[value.x for value in values])
+        return [Stacked(np.asarray(result).astype(dtype, copy=False), axes)]
 
 
 def _is_number(dtype: Any) -> bool:
     # The kind of bfloat16 and of other narrow dtypes, with which NumPy cannot compute, is V.
-    return not jnp.issubdtype(dtype, jax.dtypes.extended) and dtype.kind in "biuf"
+    return isinstance(dtype, np.dtype) and dtype.kind in "biuf"
 
 
-def _aligned(value: Stacked, axes: Axes) -> Numbers:
-    """The array with axes of size one where it has no copy for each shard."""
-    lead = iter(value.x.shape)
-    sizes = [next(lead) if name in value.axes else 1 for name in axes]
-    return value.x.reshape((*sizes, *value.shape))
-
-
-def _rule(node: Node, xs: Sequence[Numbers], dtype: Any) -> _Rule | None:
-    """The rule that does with these operands what XLA does."""
-    name, floats = node.name, all(x.dtype.kind == "f" for x in xs)
+def _is_computed_alike(node: Node, values: Sequence[Stacked], dtype: Any) -> bool:
+    """Whether NumPy does with these operands what XLA does."""
+    name, xs = node.name, [value.x for value in values]
+    floats = all(x.dtype.kind == "f" for x in xs)
     if name in _OF_FLOATS:
-        return _OF_FLOATS[name] if floats else None
+        return floats
     if name == "convert_element_type" and floats and dtype.kind != "f":
         # XLA and NumPy make other integers of numbers that are too large.
-        return None
+        return False
     if name == "dot_general" and any(x.dtype != dtype for x in xs):
-        return None
-    if name == "select_n" and len(xs) != 3:
-        return None
+        return False
     # Of no numbers NumPy has no largest.
-    return _RULES.get(name) if all(x.size for x in xs) else None
+    return all(x.size for x in xs) and (name in _ON_EACH_NUMBER or name in _ON_ONE_SHARD)
 
 
-def _each(compute: Callable[..., Any]) -> _Rule:
-    """The rule of an operation on each number."""
-
-    def rule(node: Node, count: int, *xs: Numbers) -> Numbers:
-        # A number meets an array.
-        rank = max(x.ndim for x in xs)
-        return compute(
-            *[x.reshape((*x.shape[:count], *(1,) * (rank - x.ndim), *x.shape[count:])) for x in xs]
-        )
-
-    return rule
+def _aligned(value: Stacked, axes: Axes, rank: int) -> Numbers:
+    """The array with axes of size one for mesh axes that it lacks, and where a number meets an array."""
+    lead = iter(value.x.shape)
+    sizes = [next(lead) if name in value.axes else 1 for name in axes]
+    return value.x.reshape((*sizes, *(1,) * (rank - len(value.shape)), *value.shape))
 
 
-def _over_axes(reduce: Callable[..., Any]) -> _Rule:
-    """The rule of a reduction."""
+def _vmap(rule: _Rule, in_axes: Sequence[int | None], out_axes: int = 0) -> _Rule:
+    """`jax.vmap` for NumPy."""
 
-    def rule(node: Node, count: int, x: Numbers) -> Numbers:
-        return reduce(x, axis=tuple(count + d for d in node.eqn.params["axes"]))
+    def mapped(*xs: Numbers) -> Numbers:
+        both = zip(xs, in_axes, strict=True)
+        each = [itertools.repeat(x) if at is None else np.moveaxis(x, at, 0) for x, at in both]
+        return np.stack([rule(*parts) for parts in zip(*each, strict=False)], out_axes)
 
-    return rule
-
-
-def _position(find: Callable[..., Any]) -> _Rule:
-    def rule(node: Node, count: int, x: Numbers) -> Numbers:
-        (axis,) = node.eqn.params["axes"]
-        return find(x, axis=count + axis)
-
-    return rule
+    return mapped
 
 
-def _cumsum(node: Node, count: int, x: Numbers) -> Numbers:
-    axis = count + node.eqn.params["axis"]
-    if not node.eqn.params["reverse"]:
+_Params: TypeAlias = Mapping[str, Any]
+
+
+def _broadcast_in_dim(params: _Params, x: Numbers) -> Numbers:
+    inner = [1] * len(params["shape"])
+    for size, at in zip(x.shape, params["broadcast_dimensions"], strict=True):
+        inner[at] = size
+    return np.broadcast_to(x.reshape(inner), params["shape"])
+
+
+def _slice(params: _Params, x: Numbers) -> Numbers:
+    starts, strides = params["start_indices"], params["strides"]
+    return x[tuple(map(slice, starts, params["limit_indices"], strides or [1] * len(starts)))]
+
+
+def _cumsum(params: _Params, x: Numbers) -> Numbers:
+    axis = params["axis"]
+    if not params["reverse"]:
         return np.cumsum(x, axis)
     return np.flip(np.cumsum(np.flip(x, axis), axis), axis)
 
 
-def _integer_pow(node: Node, count: int, x: Numbers) -> Numbers:
-    y = node.eqn.params["y"]
+def _integer_pow(params: _Params, x: Numbers) -> Numbers:
+    y = params["y"]
     return x**y if y >= 0 else 1 / x**-y
 
 
-def _shape(node: Node) -> tuple[int, ...]:
-    """The shape of the result on one shard."""
-    aval: Any = node.eqn.outvars[0].aval
-    return tuple(map(operator.index, aval.shape))
-
-
-def _reshape(node: Node, count: int, x: Numbers) -> Numbers:
-    return x.reshape((*x.shape[:count], *_shape(node)))
-
-
-def _broadcast_in_dim(node: Node, count: int, x: Numbers) -> Numbers:
-    shape, lead = _shape(node), x.shape[:count]
-    inner = [1] * len(shape)
-    for size, at in zip(x.shape[count:], node.eqn.params["broadcast_dimensions"], strict=True):
-        inner[at] = size
-    return np.broadcast_to(x.reshape((*lead, *inner)), (*lead, *shape))
-
-
-def _transpose(node: Node, count: int, x: Numbers) -> Numbers:
-    order = node.eqn.params["permutation"]
-    return x.transpose((*range(count), *(count + d for d in order)))
-
-
-def _slice(node: Node, count: int, x: Numbers) -> Numbers:
-    params = node.eqn.params
-    strides = params["strides"] or (1,) * len(params["start_indices"])
-    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    return x[(*(slice(None),) * count, *(slice(a, b, c) for a, b, c in bounds))]
-
-
-def _iota(node: Node, count: int) -> Numbers:
-    shape, at = _shape(node), node.eqn.params["dimension"]
-    numbers = np.arange(shape[at]).reshape([-1 if d == at else 1 for d in range(len(shape))])
-    return np.broadcast_to(numbers, shape)
-
-
-def _concatenate(node: Node, count: int, *xs: Numbers) -> Numbers:
-    lead = np.broadcast_shapes(*(x.shape[:count] for x in xs))
-    spread = [np.broadcast_to(x, (*lead, *x.shape[count:])) for x in xs]
-    return np.concatenate(spread, count + node.eqn.params["dimension"])
-
-
-def _dot_general(node: Node, count: int, x: Numbers, y: Numbers) -> Numbers:
-    (left, right), (left_batch, right_batch) = node.eqn.params["dimension_numbers"]
-    lead, a = list(range(count)), list(range(count, x.ndim))
-    b = list(range(x.ndim, x.ndim + y.ndim - count))
+def _dot_general(params: _Params, x: Numbers, y: Numbers) -> Numbers:
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    a, b = list(range(x.ndim)), list(range(x.ndim, x.ndim + y.ndim))
     for i, j in (*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)):
         b[j] = a[i]
     rest = [k for i, k in enumerate(a) if i not in (*left, *left_batch)]
     rest += [k for j, k in enumerate(b) if j not in (*right, *right_batch)]
-    result = [*lead, *(a[i] for i in left_batch), *rest]
-    return np.einsum(x, [*lead, *a], y, [*lead, *b], result, optimize=True)
+    return np.einsum(x, a, y, b, [*(a[i] for i in left_batch), *rest], optimize=True)
 
 
-def _dynamic_slice(node: Node, count: int, array: Numbers, *starts: Numbers) -> Numbers:
-    sizes = node.eqn.params["slice_sizes"]
-    lead, array = _with_starts(count, array, starts)
-    result = np.empty((*lead, *sizes), array.dtype)
-    for shard, part in _parts(lead, array.shape[count:], starts, sizes):
-        result[shard] = array[shard][part]
+def _part(x: Numbers, starts: Sequence[Numbers], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Where a part of an array is. One that sticks out is moved inside, as XLA does."""
+    limits = np.subtract(x.shape, sizes)
+    firsts = [min(max(int(first), 0), limit) for first, limit in zip(starts, limits, strict=True)]
+    return tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))
+
+
+def _dynamic_slice(params: _Params, x: Numbers, *starts: Numbers) -> Numbers:
+    return x[_part(x, starts, params["slice_sizes"])]
+
+
+def _dynamic_update_slice(params: _Params, x: Numbers, new: Numbers, *starts: Numbers) -> Numbers:
+    result = x.copy()
+    result[_part(x, starts, new.shape)] = new
     return result
 
 
-def _dynamic_update_slice(
-    node: Node, count: int, array: Numbers, new: Numbers, *starts: Numbers
-) -> Numbers:
-    lead, array = _with_starts(count, array, (new, *starts))
-    new, result = np.broadcast_to(new, (*lead, *new.shape[count:])), array.copy()
-    for shard, part in _parts(lead, array.shape[count:], starts, new.shape[count:]):
-        result[(*shard, *part)] = new[shard]
-    return result
-
-
-def _with_starts(
-    count: int, array: Numbers, others: Sequence[Numbers]
-) -> tuple[tuple[int, ...], Numbers]:
-    """The sizes of the mesh axes, and the array with a copy for each shard."""
-    lead = np.broadcast_shapes(*(x.shape[:count] for x in (array, *others)))
-    return lead, np.broadcast_to(array, (*lead, *array.shape[count:]))
-
-
-def _parts(
-    lead: tuple[int, ...], shape: Sequence[int], starts: Sequence[Numbers], sizes: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """For each shard the part of its array. Parts that stick out are moved inside, as XLA does."""
-    firsts = [np.broadcast_to(start, lead) for start in starts]
-    for shard in np.ndindex(*lead):
-        part = []
-        for first, whole, size in zip(firsts, shape, sizes, strict=True):
-            k = min(max(int(first[shard]), 0), whole - size)
-            part.append(slice(k, k + size))
-        yield shard, tuple(part)
-
-
-_OF_FLOATS: Mapping[str, _Rule] = {
-    **{name: _each(getattr(np, name)) for name in ("exp", "log", "log1p", "expm1", "tanh", "sin")},
-    **{name: _each(getattr(np, name)) for name in ("cos", "sqrt", "sign", "floor", "ceil")},
-    "div": _each(np.divide),
-    "pow": _each(np.power),
-    "rsqrt": _each(lambda x: 1 / np.sqrt(x)),
-    "logistic": _each(lambda x: 1 / (1 + np.exp(-x))),
-    "is_finite": _each(np.isfinite),
-    "integer_pow": _integer_pow,
-}
-# NumPy does with integers and infinities what XLA does.
-_RULES: Mapping[str, _Rule] = {
-    "add": _each(np.add),
-    "add_any": _each(np.add),
-    "sub": _each(np.subtract),
-    "mul": _each(np.multiply),
-    "max": _each(np.maximum),
-    "min": _each(np.minimum),
-    "neg": _each(np.negative),
-    "abs": _each(np.abs),
-    "and": _each(np.bitwise_and),
-    "or": _each(np.bitwise_or),
-    "xor": _each(np.bitwise_xor),
-    "not": _each(np.invert),
-    "eq": _each(np.equal),
-    "ne": _each(np.not_equal),
-    "lt": _each(np.less),
-    "le": _each(np.less_equal),
-    "gt": _each(np.greater),
-    "ge": _each(np.greater_equal),
-    "square": _each(np.square),
-    "clamp": _each(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
-    "select_n": _each(lambda which, no, yes: np.where(which.astype(bool), yes, no)),
+_NAMED_ALIKE = "exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "sqrt", "sign", "floor", "ceil"
+# With integers and infinities, NumPy does in the others what XLA does.
+_OF_FLOATS = (*_NAMED_ALIKE, "div", "pow", "rsqrt", "logistic", "is_finite", "integer_pow")
+_ON_EACH_NUMBER: Mapping[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in _NAMED_ALIKE},
+    "div": np.divide,
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "is_finite": np.isfinite,
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "abs": np.abs,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "square": np.square,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
     # The result is given its dtype in any case.
-    "convert_element_type": lambda node, count, x: x,
-    "reshape": _reshape,
-    "squeeze": _reshape,
+    "convert_element_type": lambda x: x,
+}
+_ON_ONE_SHARD: Mapping[str, _Rule] = {
+    "integer_pow": _integer_pow,
+    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
     "broadcast_in_dim": _broadcast_in_dim,
-    "transpose": _transpose,
+    "transpose": lambda params, x: x.transpose(params["permutation"]),
     "slice": _slice,
-    "iota": _iota,
-    "concatenate": _concatenate,
+    "iota": lambda params: np.indices(params["shape"])[params["dimension"]],
+    "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
     "dot_general": _dot_general,
-    "reduce_sum": _over_axes(np.sum),
-    "reduce_max": _over_axes(np.max),
-    "reduce_min": _over_axes(np.min),
-    "reduce_and": _over_axes(np.bitwise_and.reduce),
-    "reduce_or": _over_axes(np.bitwise_or.reduce),
+    "reduce_sum": lambda params, x: x.sum(params["axes"]),
+    "reduce_max": lambda params, x: x.max(params["axes"]),
+    "reduce_min": lambda params, x: x.min(params["axes"]),
+    "reduce_and": lambda params, x: np.bitwise_and.reduce(x, params["axes"]),
+    "reduce_or": lambda params, x: np.bitwise_or.reduce(x, params["axes"]),
     "cumsum": _cumsum,
-    "argmax": _position(np.argmax),
-    "argmin": _position(np.argmin),
+    "argmax": lambda params, x: x.argmax(*params["axes"]),
+    "argmin": lambda params, x: x.argmin(*params["axes"]),
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
 }
-
-
-# Collectives: from an array with all shards of the collective in front, the number of mesh axes that follow,
-# and the parameters. After the first ones all shards have the same.
-
-
-def _all_gather(x: Numbers, count: int, params: Mapping[str, Any]) -> Numbers:
-    at = count + params["all_gather_dimension"]
-    x = np.moveaxis(x, 0, at)
-    if params["tiled"]:
-        x = x.reshape((*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :]))
-    return x
-
-
-def _reduce_scatter(x: Numbers, count: int, params: Mapping[str, Any]) -> Numbers:
-    shards, total, at = len(x), x.sum(0), count + params["scatter_dimension"]
-    if params["tiled"]:
-        sizes = shards, total.shape[at] // shards
-        total = total.reshape((*total.shape[:at], *sizes, *total.shape[at + 1 :]))
-    return np.moveaxis(total, at, 0)
-
-
-def _ppermute(x: Numbers, count: int, params: Mapping[str, Any]) -> Numbers:
-    sources, targets = np.array(params["perm"], int).reshape(-1, 2).T
-    result = np.zeros_like(x)
-    result[targets] = x[sources]
-    return result
-
-
-_Exchange: TypeAlias = Callable[[Numbers, int, Mapping[str, Any]], Numbers]
-_UNIFORM: Mapping[str, _Exchange] = {
-    "psum": lambda x, count, params: x.sum(0),
-    "psum_invariant": lambda x, count, params: x.sum(0),
-    "pmax": lambda x, count, params: x.max(0),
-    "pmin": lambda x, count, params: x.min(0),
-    "all_gather": _all_gather,
-    "all_gather_invariant": _all_gather,
-}
-_EXCHANGES = {**_UNIFORM, "reduce_scatter": _reduce_scatter, "ppermute": _ppermute}
-
-
-def _exchanged(node: Node, values: Sequence[Stacked]) -> list[Stacked] | None:
-    """The results of a collective; `None` where it is over lanes too, or over groups of shards."""
-    names, params, scope = names_of(node.eqn), node.eqn.params, node.scope
-    is_over_lanes = any(isinstance(name, int) for name in params.get("axes", ()))
-    if is_over_lanes or params.get("axis_index_groups") or not {*names} <= {*scope.sizes}:
-        return None
-    results = []
-    for value in values:
-        x, rest = scope.flat(value, names)
-        result = _EXCHANGES[node.name](x, len(rest), params).astype(x.dtype, copy=False)
-        if node.name in _UNIFORM:
-            results.append(Stacked(result, rest))
-        else:
-            results.append(scope.unflat(result, names, rest))
-    return results

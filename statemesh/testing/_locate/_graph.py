@@ -3,8 +3,8 @@
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -25,23 +25,9 @@ from .._program._stacked import Scope, names_of_spec
 from ._lines import Line, by_statemesh, is_transposed, line_of
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Constant:
-    """A number or an array that is a part of the program."""
-
-    value: Any
-
-
-# The number of a value, or a constant.
-Operand: TypeAlias = int | Constant
-
-_COLLECTIVES = (
-    *("psum", "psum_invariant", "pmax", "pmin", "reduce_scatter"),
-    *("all_gather", "all_gather_invariant", "all_to_all", "ppermute"),
-)
-
 # These hand their operand on, besides those that say where a value lies.
 _NAMES = ("name", "copy", "copy_p")
+_WHOLE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,7 +38,7 @@ class Node:
 
     - `kind`: an equation that runs, an array that a `shard_map` splits, or parts that it joins.
     - `eqn`: the equation, or the `shard_map`.
-    - `operands`, `results`: the values that it reads and makes.
+    - `operands`, `results`: the numbers of the values that it reads and makes.
     - `scope`: the mesh axes over which it runs.
     - `around`: the mesh axes over which its results may differ: where parts are joined, those around the
         `shard_map`.
@@ -65,7 +51,7 @@ class Node:
 
     kind: Literal["run", "split", "join"]
     eqn: Equation
-    operands: tuple[Operand, ...]
+    operands: tuple[int, ...]
     results: tuple[int, ...]
     scope: Scope
     around: Scope
@@ -73,21 +59,11 @@ class Node:
     transposed: bool
     caller: str = ""
     is_own: bool = True
-    spec: PartitionSpec | None = None
+    spec: PartitionSpec = _WHOLE
 
     @property
     def name(self) -> str:
         return self.eqn.primitive.name if self.kind == "run" else self.kind
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether it combines what shards have."""
-        return self.name in _COLLECTIVES
-
-    @property
-    def inputs(self) -> list[int]:
-        """The operands that are no constants."""
-        return [x for x in self.operands if isinstance(x, int)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,18 +74,16 @@ class Graph:
 
     - `jaxpr`: what it was made from.
     - `inputs`: the numbers of the values that come in.
-    - `results`: what goes out.
+    - `results`: of those that go out.
+    - `constants`: the values that are a part of the program.
     - `nodes`: the nodes on which a result depends.
     """
 
     jaxpr: Jaxpr
     inputs: tuple[int, ...]
-    results: tuple[Operand, ...]
+    results: tuple[int, ...]
+    constants: Mapping[int, Any]
     nodes: tuple[Node, ...]
-
-    def maker(self) -> dict[int, Node]:
-        """The node that makes each value."""
-        return {value: node for node in self.nodes for value in node.results}
 
 
 def graph_of(jaxpr: Jaxpr, scope: Scope, around: Line | None = None) -> Graph:
@@ -124,15 +98,15 @@ def graph_of(jaxpr: Jaxpr, scope: Scope, around: Line | None = None) -> Graph:
     inputs = flattening.new(len(opened(jaxpr).invars))
     results = flattening.run(jaxpr, inputs, _Around(scope, around))
     nodes = needed(flattening.nodes, results)
-    return Graph(jaxpr, tuple(inputs), tuple(results), nodes)
+    return Graph(jaxpr, tuple(inputs), tuple(results), flattening.constants, nodes)
 
 
-def needed(nodes: Sequence[Node], results: Iterable[Operand]) -> tuple[Node, ...]:
+def needed(nodes: Sequence[Node], results: Iterable[int]) -> tuple[Node, ...]:
     """The nodes on which some values depend."""
     values, kept = {*results}, []
     for node in reversed(nodes):
         if not values.isdisjoint(node.results):
-            values.update(node.inputs)
+            values.update(node.operands)
             kept.append(node)
     return tuple(reversed(kept))
 
@@ -152,23 +126,29 @@ class _Flattening:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
+        self.constants: dict[int, Any] = {}
         self._numbers = itertools.count()
 
     def new(self, count: int) -> list[int]:
         return list(itertools.islice(self._numbers, count))
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[Operand], around: _Around) -> list[Operand]:
+    def _constant(self, value: Any) -> int:
+        (number,) = self.new(1)
+        self.constants[number] = value
+        return number
+
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[int], around: _Around) -> list[int]:
         inner = opened(jaxpr)
-        consts = [Constant(x) for x in getattr(jaxpr, "consts", ())]
+        consts = [self._constant(x) for x in getattr(jaxpr, "consts", ())]
         # A jaxpr that is no closed one has the values of its constants among its inputs.
-        known: dict[Any, Operand] = dict(
+        known: dict[Any, int] = dict(
             zip([*inner.constvars, *inner.invars], [*consts, *inputs], strict=True)
         )
 
-        def operand(atom: Atom) -> Operand:
+        def operand(atom: Atom) -> int:
             if is_literal(atom):
                 aval: Any = atom.aval
-                return Constant(np.asarray(atom.val, aval.dtype))
+                return self._constant(np.asarray(atom.val, aval.dtype))
             return known[atom]
 
         for eqn in inner.eqns:
@@ -176,9 +156,7 @@ class _Flattening:
             known.update(zip(eqn.outvars, results, strict=True))
         return [operand(atom) for atom in inner.outvars]
 
-    def _equation(
-        self, eqn: Equation, operands: Sequence[Operand], around: _Around
-    ) -> Sequence[Operand]:
+    def _equation(self, eqn: Equation, operands: Sequence[int], around: _Around) -> Sequence[int]:
         name, scope, line = eqn.primitive.name, around.scope, line_of(eqn)
         transposed = around.transposed or is_transposed(eqn)
         if is_identity(eqn) or name in _NAMES:
@@ -191,34 +169,23 @@ class _Flattening:
             inside = _Around(scope, line or around.line, transposed, caller)
             return self.run(called(eqn), operands_of_call(eqn, operands), inside)
         results = tuple(self.new(len(eqn.outvars)))
-        node = Node(
-            *("run", eqn, tuple(operands), results, scope, scope),
-            line=line or around.line,
-            transposed=transposed,
-            caller=around.caller if line is None else "",
-            is_own=not by_statemesh(eqn),
-        )
-        self.nodes.append(node)
+        caller = around.caller if line is None else ""
+        fields = eqn, tuple(operands), results, scope, scope
+        line, is_own = line or around.line, not by_statemesh(eqn)
+        self.nodes.append(Node("run", *fields, line, transposed, caller, is_own))
         return results
 
-    def _shard_map(
-        self, eqn: Equation, operands: Sequence[Operand], around: _Around
-    ) -> list[Operand]:
+    def _shard_map(self, eqn: Equation, operands: Sequence[int], around: _Around) -> list[int]:
         outer, params, transposed = around.scope, eqn.params, is_transposed(eqn)
         scope = Scope({**outer.sizes, **new_axes(eqn)}, outer.indices)
 
-        def moved(kind: Literal["split", "join"], x: Operand, spec: PartitionSpec) -> Operand:
+        def moved(kind: Literal["split", "join"], x: int, spec: PartitionSpec) -> int:
             if kind == "split" and not names_of_spec(spec):
                 return x
             (result,) = self.new(1)
             after = outer if kind == "join" else scope
-            node = Node(
-                *(kind, eqn, (x,), (result,), scope, after),
-                line=None,
-                transposed=transposed,
-                spec=spec,
-            )
-            self.nodes.append(node)
+            fields = eqn, (x,), (result,), scope, after
+            self.nodes.append(Node(kind, *fields, None, transposed, spec=spec))
             return result
 
         inputs = [moved("split", x, s) for x, s in zip(operands, params["in_specs"], strict=True)]
@@ -226,8 +193,8 @@ class _Flattening:
         return [moved("join", x, s) for x, s in zip(results, params["out_specs"], strict=True)]
 
 
-def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, int]:
-    """For nodes of the program on a mesh, the numbers of the same nodes of the program on one device.
+def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, Node]:
+    """For nodes of the program on a mesh, the same nodes of the program on one device.
 
     The programs are nearly the same. Where they are not, because the code looks at the size of an axis, these
     are the longest runs of nodes that both have.
@@ -236,7 +203,7 @@ def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, int]:
     if 2 * len(same) < min(len(mesh), len(single)):
         # The other program was written in other lines.
         same = _longest([_kind(node) for node in mesh], [_kind(node) for node in single])
-    return {mesh[a]: b for a, b in same.items()}
+    return {mesh[a]: single[b] for a, b in sorted(same.items())}
 
 
 def _longest(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, int]:

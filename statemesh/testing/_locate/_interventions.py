@@ -5,22 +5,24 @@ line is the cause where putting it right puts the results right. Either its valu
 or they become what a simple change of the line would make. Only the nodes after a line run again.
 """
 
+import collections
 import dataclasses
-import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._program._collectives import RULES
 from .._program._jaxprs import names_of
+from .._program._numbers import is_key
 from .._program._stacked import Scope, Stacked
 from .._types import Numbers
 from . import _words as words
 from ._compare import Comparison, right_values
-from ._evaluate import Values, is_key, on_all_shards
-from ._graph import Constant, Node, Operand, needed
+from ._evaluate import Values, on_all_shards
+from ._graph import Node, needed
 from ._lines import Line, callers_of
 from ._suspects import Suspect
 
@@ -34,8 +36,8 @@ _MOST_LINES = 3
 
 # The reductions that are tried to put the results right.
 _REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 # What gives a value, with all mesh axes in front.
 Read: TypeAlias = Callable[[int], Numbers]
@@ -58,20 +60,8 @@ class Change:
 Changes: TypeAlias = Mapping[int, Change]
 
 
-@dataclasses.dataclass(frozen=True)
-class Mended:
-    """What comes of right values at a line.
-
-    **Attributes:**
-
-    - `right`: how many of the results that were wrong are right.
-    - `all`: whether all results are.
-    - `plain`: whether the right values were those of one device, and no multiples of them.
-    """
-
-    right: int = 0
-    all: bool = False
-    plain: bool = False
+# How many of the wrong results are right with right values at a line. For all, no other one may be wrong.
+Outcome: TypeAlias = Literal["all", "some", "none"]
 
 
 class Reruns:
@@ -79,61 +69,51 @@ class Reruns:
 
     **Attributes:**
 
-    - `broken`: the numbers of the results that are wrong.
     - `nodes_run`: how many nodes have run so far.
     """
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.nodes_run = comparison, 0
         graph = comparison.mesh
-        self.broken = frozenset(k for k, x in enumerate(comparison.results) if not x.right)
+        self._broken = frozenset(k for k, right in enumerate(comparison.right) if not right)
         self._needed = [needed(graph.nodes, [x]) for x in graph.results]
         # For each result the values that it depends on.
         self._sources = [
-            {x, *itertools.chain.from_iterable(node.inputs for node in nodes)}
+            {x, *(operand for node in nodes for operand in node.operands)}
             for x, nodes in zip(graph.results, self._needed, strict=True)
         ]
-
-    def reached(self, changes: Changes) -> list[int]:
-        """The results that may be others after a change: the wrong ones first, and what is made early."""
-        reached = [k for k, xs in enumerate(self._sources) if not xs.isdisjoint(changes)]
-        return sorted(reached, key=lambda k: (k not in self.broken, len(self._needed[k])))
 
     def judged(self, changes: Changes) -> Iterator[tuple[int, bool]]:
         """The results that a change reaches, and whether each is right."""
         run = _Rerun(self, changes)
-        for k in self.reached(changes):
+        reached = [k for k, xs in enumerate(self._sources) if not xs.isdisjoint(changes)]
+        # The wrong ones first, and what is made early.
+        for k in sorted(reached, key=lambda k: (k not in self._broken, len(self._needed[k]))):
             yield k, run.is_right(k, self._needed[k])
 
     def mends(self, changes: Changes) -> bool:
         """Whether a change puts all results right."""
-        if not self.broken.issubset(self.reached(changes)):
+        if any(self._sources[k].isdisjoint(changes) for k in self._broken):
             return False
         return all(right for _, right in self.judged(changes))
 
-    def try_right(self, suspect: Suspect) -> Mended | None:
-        """The results where a line makes what it makes on one device; `None` if nobody knows what that is."""
-        comparison = self.comparison
-        values = suspect.values
-        if not values or self.nodes_run > _MOST_NODES:
+    def try_right(self, suspect: Suspect) -> Outcome | None:
+        """What comes of right values at a line; `None` if nobody knows these."""
+        values, differs = suspect.values, self.comparison.differs
+        if not values or not all(map(differs, values)) or self.nodes_run > _MOST_NODES:
             return None
-        if not all(x in comparison.differences for x in values):
-            return None
-        choices = [list(right_values(comparison, x)) for x in values]
+        choices = [list(right_values(self.comparison, x)) for x in values]
         if not all(choices):
             return None
-        best = Mended()
+        outcome: Outcome = "none"
         for k in range(max(map(len, choices))):
             chosen = [choice[min(k, len(choice) - 1)] for choice in choices]
-            changes = {x: constant(numbers) for x, (numbers, _) in zip(values, chosen, strict=True)}
-            right = dict(self.judged(changes))
-            count = sum(right[number] for number in self.broken & right.keys())
-            if count > best.right:
-                is_all = self.broken <= right.keys() and all(right.values())
-                best = Mended(count, is_all, all(factor == 1 for _, factor in chosen))
-            if best.all:
-                break
-        return best
+            right = dict(self.judged(dict(zip(values, map(constant, chosen), strict=True))))
+            if self._broken <= right.keys() and all(right.values()):
+                return "all"
+            if any(right[number] for number in self._broken & right.keys()):
+                outcome = "some"
+        return outcome
 
     def both(self, value: int, change: Change) -> tuple[Numbers, Numbers]:
         """A value, and what becomes of it."""
@@ -148,13 +128,12 @@ class _Rerun:
     """One run with some values changed. Results are computed when they are asked for."""
 
     def __init__(self, around: Reruns, changes: Changes) -> None:
-        self._around, self._changes = around, changes
-        self._comparison = around.comparison
-        self._kept = around.comparison.values
+        self._around, self._changes, self._comparison = around, changes, around.comparison
         # The values of this run that are others than those of the first, or were not kept.
-        self._known: Values = {}
+        self._new: Values = {}
+        self._values = collections.ChainMap(self._new, self._comparison.values)
         self._done: set[Node] = set()
-        for x in self._comparison.mesh.inputs:
+        for x in changes.keys() - self._comparison.maker.keys():
             self._change(x)
 
     def is_right(self, number: int, nodes: Sequence[Node]) -> bool:
@@ -163,32 +142,18 @@ class _Rerun:
             if node not in self._done:
                 self._done.add(node)
                 self.compute(node)
-        comparison = self._comparison
-        operand = comparison.mesh.results[number]
-        join = comparison.maker.get(operand) if isinstance(operand, int) else None
-        unequal = (
-            join is not None
-            and join.kind == "join"
-            and comparison.has_unequal_copies(join, self._value(join.operands[0]))
-        )
-        return not unequal and comparison.judge(number, self._value(operand))
+        return self._comparison.is_right(number, self._values)
 
     def compute(self, node: Node) -> None:
-        is_kept = all(x in self._kept for x in node.results)
-        if not is_kept or not self._known.keys().isdisjoint(node.inputs):
+        is_kept = all(x in self._comparison.values for x in node.results)
+        if not is_kept or not self._new.keys().isdisjoint(node.operands):
             self._around.nodes_run += 1
-            operands = [self._value(x) for x in node.operands]
-            results = self._comparison.evaluators[0].results(node, operands)
-            self._known.update(zip(node.results, results, strict=True))
+            self._comparison.evaluators[0].run_node(node, self._values)
         for x in node.results:
             self._change(x)
 
-    def _value(self, x: Operand) -> Stacked:
-        known = self._known if x in self._known else self._kept
-        return self._comparison.evaluators[0].operand(x, known)
-
     def reader(self, scope: Scope) -> Read:
-        return lambda x: on_all_shards(self._value(x), scope)
+        return lambda x: on_all_shards(self._values[x], scope)
 
     def _change(self, x: int) -> None:
         """Put what becomes of a value in its place."""
@@ -196,15 +161,15 @@ class _Rerun:
         if change is None:
             return
         scope = change.scope or self._comparison.scopes[x]
-        numbers, old = change.make(self.reader(scope)), self._value(x)
+        numbers, old = change.make(self.reader(scope)), self._values[x]
         if is_key(old.x):
             impl = jax.random.key_impl(old.x)
             keys = jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
-            self._known[x] = Stacked(keys, tuple(scope.sizes))
+            self._new[x] = Stacked(keys, tuple(scope.sizes))
             return
         with np.errstate(all="ignore"):
             new = np.asarray(numbers).astype(old.x.dtype)
-        self._known[x] = _narrowed(Stacked(new, tuple(scope.sizes)), old)
+        self._new[x] = _narrowed(Stacked(new, tuple(scope.sizes)), old)
 
 
 def _narrowed(value: Stacked, old: Stacked) -> Stacked:
@@ -249,17 +214,17 @@ class Trial:
     is_added: bool = False
 
 
-def reductions(comparison: Comparison, suspect: Suspect, values: Sequence[int]) -> Iterator[Trial]:
+def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     """Values that a line makes, reduced over a mesh axis or multiplied by its size."""
-    if not values or not all(x in comparison.differences for x in values):
+    values = suspect.values
+    if not values or not all(map(comparison.differs, values)):
         return
-    arrays = {x: comparison.differences[x].got for x in values}
-    scope = comparison.scopes[values[0]]
+    arrays, scope = {x: comparison.got(x) for x in values}, comparison.scopes[values[0]]
     is_float = all(array.dtype.kind in "fc" for array in arrays.values())
     if not is_float or any(comparison.scopes[x] != scope for x in values):
         return
     # A line with a collective of its own may have the wrong one.
-    is_added = not any(node.is_collective for node in suspect.nodes)
+    is_added = not any(node.name in RULES for node in suspect.nodes)
     for at, (name, size) in enumerate(scope.sizes.items()):
         equal = [
             np.allclose(array, array.take([0], at), rtol=1e-10, atol=0, equal_nan=True)
@@ -286,54 +251,38 @@ def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         if node.line == suspect.line and not node.transposed:
             kinds.setdefault((node.name, str(node.eqn.outvars[0].aval)), []).append(node)
     for nodes in kinds.values():
-        if {*suspect.nodes}.isdisjoint(nodes):
-            continue
         first = nodes[0]
-        if first.name == "ppermute":
-            makers = [_moves]
-        elif first.name == "axis_index":
-            makers = [_indices]
-        elif len(first.results) == 1 and first.kind == "run":
-            makers = [_whole_numbers, _operands, *([_left_out] if first.name in _LEFT_OUT else [])]
-        else:
+        if {*suspect.nodes}.isdisjoint(nodes) or first.kind != "run" or len(first.results) != 1:
             continue
-        for make in makers:
+        for make in _OF_COLLECTIVES.get(first.name, [_whole_numbers, _operands, _left_out]):
             for cost, changes, text in make(comparison, suspect, nodes):
                 yield Trial(suspect, changes, cost, text)
 
 
 # What makes trials of nodes of one kind gives their cost, the changes, and the change in words.
-_Made: TypeAlias = Iterator[tuple[int, Changes, str]]
+_Changed: TypeAlias = Iterator[tuple[int, Changes, str]]
 
 
-def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
-    """Every shift along the axis, with and without what goes round."""
+def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
+    """A move to the next shard or the one before, and none."""
     names, sizes = names_of(nodes[0].eqn), nodes[0].scope.sizes
     if len(names) != 1 or names[0] not in sizes:
         return
     at = list(sizes).index(names[0])
-    for shift, wraps in ((1, True), (1, False), (-1, True), (-1, False), (0, True)):
+    for shift in (1, -1, 0):
         changes = {
-            x: _moved(source, at, shift, wraps)
+            x: _moved(source, at, shift)
             for node in nodes
-            for x, source in zip(node.results, node.inputs, strict=True)
+            for x, source in zip(node.results, node.operands, strict=True)
         }
         yield 0, changes, words.moved(names[0], shift)
 
 
-def _moved(source: int, at: int, shift: int, wraps: bool = True) -> Change:
-    def make(read: Read) -> Numbers:
-        moved = np.roll(read(source), shift, at)
-        if not wraps:
-            edge = [slice(None)] * moved.ndim
-            edge[at] = slice(0, shift) if shift > 0 else slice(shift, None)
-            moved[tuple(edge)] = 0
-        return moved
-
-    return Change(make)
+def _moved(source: int, at: int, shift: int) -> Change:
+    return Change(lambda read: np.roll(read(source), shift, at))
 
 
-def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
+def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
     """The index along another axis, or times the length of a part."""
     (name,), scope = names_of(nodes[0].eqn)[:1], nodes[0].scope
     values = [node.results[0] for node in nodes]
@@ -341,116 +290,84 @@ def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) ->
         if other != name and size > 1:
             changes = dict.fromkeys(values, constant(_index(scope, other)))
             yield 0, changes, words.indexed(other)
-    if scope.sizes.get(name, 1) > 1:
-        for length in _lengths(comparison):
-            yield 1, dict.fromkeys(values, constant(length * _index(scope, name))), ""
+    for length in _lengths(comparison) if name in scope.sizes else ():
+        yield 1, dict.fromkeys(values, constant(length * _index(scope, name))), ""
 
 
 def _index(scope: Scope, name: Hashable, rank: int = 0) -> Numbers:
     """The index of each shard along an axis, with all mesh axes in front of axes of size one."""
-    shape = [size if other == name else 1 for other, size in scope.sizes.items()]
-    index = np.arange(scope.sizes[name]).reshape(shape)
-    return np.broadcast_to(index, tuple(scope.sizes.values())).reshape(
-        (*scope.sizes.values(), *[1] * rank)
-    )
+    sizes = tuple(scope.sizes.values())
+    return np.indices(sizes)[list(scope.sizes).index(name)].reshape((*sizes, *[1] * rank))
 
 
 def _lengths(comparison: Comparison) -> list[int]:
     """The lengths of what shards have of arrays that are split."""
-    return sorted(comparison.lengths - {0, 1})[:_MOST_LENGTHS]
+    split = [x for node in comparison.mesh.nodes if node.kind == "split" for x in node.results]
+    lengths = {n for x in split if x in comparison.values for n in comparison.values[x].shape}
+    return sorted(lengths - {0, 1})[:_MOST_LENGTHS]
 
 
-def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
-    """Truths the other way round or of another shard; numbers off by one or by the index of a shard."""
+def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
+    """Truths of another shard; numbers off by one or by the index of a shard."""
     values, scope = [node.results[0] for node in nodes], nodes[0].scope
     aval: Any = nodes[0].eqn.outvars[0].aval
     if aval.dtype == bool:
-        yield 0, {x: _inverted(x) for x in values}, ""
         for at, size in enumerate(scope.sizes.values()):
             for shift in range(1, size):
                 yield 0, {x: _moved(x, at, shift) for x in values}, ""
     elif jnp.issubdtype(aval.dtype, jnp.integer):
         for summand in (1, -1):
             yield 0, {x: _increased(x, np.asarray(summand)) for x in values}, ""
-        for name, length, offset in _offsets(comparison, scope, aval.shape):
+        for name, length, offset in _offsets(comparison, scope, len(aval.shape), aval.shape[-1:]):
             yield 0, {x: _increased(x, offset) for x in values}, words.offset(length, name)
 
 
-def _offsets(
-    comparison: Comparison, scope: Scope, shape: Sequence[int]
-) -> Iterator[tuple[Hashable, int, Numbers]]:
-    """The index of each shard along an axis, times the length of a part."""
-    for name, size in scope.sizes.items():
-        lengths = {*shape[-1:]} or {1, *_lengths(comparison)}
-        for length in sorted(lengths) if size > 1 else ():
-            yield name, length, length * _index(scope, name, len(shape))
-
-
-def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
-    """Whole numbers that a line is given, less the index of a shard times the length of a part."""
-    scope = nodes[0].scope
-    made_here = {x for node in suspect.nodes for x in node.results}
+def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
+    """Whole numbers that a line reads, with the index of a shard times the length of a part less or more."""
+    scope, constants = nodes[0].scope, comparison.mesh.constants
+    results_here = {x for node in suspect.nodes for x in node.results}
     for k, operand in enumerate(nodes[0].operands):
         aval: Any = nodes[0].eqn.invars[k].aval
-        if not jnp.issubdtype(aval.dtype, jnp.integer):
+        operands = {node.operands[k] for node in nodes}
+        readers = (x for x in comparison.mesh.nodes if not operands.isdisjoint(x.operands))
+        is_compared = operand in constants and nodes[0].name in _COMPARISONS and not aval.shape
+        is_given = operand not in {*constants, *results_here, *comparison.indices}
+        if not jnp.issubdtype(aval.dtype, jnp.integer) or any(x.scope != scope for x in readers):
             continue
-        if isinstance(operand, Constant):
-            if nodes[0].name in _COMPARISONS and not aval.shape:
-                for _, _, offset in _offsets(comparison, scope, ()):
-                    changes = {x: _compared(comparison, x, k, offset) for x in _results(nodes)}
-                    yield 1, changes, ""
-        elif operand not in made_here and operand not in comparison.indices:
-            operands = {x for node in nodes for x in node.operands[k : k + 1] if isinstance(x, int)}
-            readers = [x for x in comparison.mesh.nodes if not operands.isdisjoint(x.inputs)]
-            if any(node.scope != scope for node in readers):
-                continue
-            for name, length in itertools.product(scope.sizes, _lengths(comparison)):
-                offset = -length * _index(scope, name, len(aval.shape))
-                changes = {x: _increased(x, offset, scope) for x in operands}
+        for name, length, offset in _offsets(comparison, scope, len(aval.shape)):
+            if is_compared:
+                yield 1, {x: _increased(x, offset, scope) for x in operands}, ""
+            elif is_given and length > 1:
+                changes = {x: _increased(x, -offset, scope) for x in operands}
                 yield 1, changes, words.offset(-length, name)
 
 
-def _compared(comparison: Comparison, value: int, at: int, offset: Numbers) -> Change:
-    """A comparison with another constant."""
-    node, evaluator = comparison.maker[value], comparison.evaluators[0]
-    axes = tuple(node.scope.sizes)
-
-    def make(read: Read) -> Numbers:
-        operands = [
-            Stacked(read(x), axes) if isinstance(x, int) else evaluator.operand(x, {})
-            for x in node.operands
-        ]
-        operands[at] = Stacked(operands[at].x + offset, axes)
-        (result,) = evaluator.results(node, operands)
-        return on_all_shards(result, node.scope)
-
-    return Change(make)
+def _offsets(
+    comparison: Comparison, scope: Scope, rank: int, lengths: Collection[int] = ()
+) -> Iterator[tuple[Hashable, int, Numbers]]:
+    """The index of each shard along an axis, times the length of a part."""
+    for name, size in scope.sizes.items():
+        for length in lengths or [1, *_lengths(comparison)] if size > 1 else ():
+            yield name, length, length * _index(scope, name, rank)
 
 
-def _left_out(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
+def _left_out(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
     """One operand in the place of what is made of two."""
     aval = nodes[0].eqn.outvars[0].aval
-    for k, var in enumerate(nodes[0].eqn.invars):
-        operands = [x for node in nodes if isinstance(x := node.operands[k], int)]
-        if str(var.aval) == str(aval) and len(operands) == len(nodes):
-            both = zip(_results(nodes), operands, strict=True)
-            yield 1, {x: _same(operand) for x, operand in both}, ""
-
-
-def _results(nodes: Sequence[Node]) -> list[int]:
-    return [node.results[0] for node in nodes]
+    for k, var in enumerate(nodes[0].eqn.invars if nodes[0].name in _LEFT_OUT else ()):
+        if str(var.aval) == str(aval):
+            yield 1, {node.results[0]: _same(node.operands[k]) for node in nodes}, ""
 
 
 def _same(source: int) -> Change:
     return Change(lambda read: read(source))
 
 
-def _inverted(value: int) -> Change:
-    return Change(lambda read: ~read(value))
-
-
 def _increased(value: int, summand: Numbers, scope: Scope | None = None) -> Change:
     return Change(lambda read: read(value) + summand, scope)
+
+
+_OF_COLLECTIVES = {"ppermute": [_moves], "axis_index": [_indices]}
 
 
 # Which changes put all results right, and whether they tell the cause
@@ -468,28 +385,9 @@ def mending(
         be tried.
     """
     comparison = reruns.comparison
-    trials = [x for suspect in suspects for x in reductions(comparison, suspect, suspect.values)]
-    if others is not None:
-        for suspect in (*suspects, *others):
-            trials += simple_changes(comparison, suspect)
-    good = _mending(reruns, trials)
-    if good and good[0].words:
-        # A cause is sure only if no other line has it: also what only the line itself uses is tried.
-        good += _mending(
-            reruns,
-            [
-                trial
-                for suspect in suspects
-                for node in suspect.nodes
-                for x in node.results
-                if x not in suspect.values
-                for trial in reductions(comparison, suspect, [x])
-            ],
-        )
-    return good
-
-
-def _mending(reruns: Reruns, trials: Sequence[Trial]) -> list[Trial]:
+    trials = [x for suspect in suspects for x in reductions(comparison, suspect)]
+    for suspect in (*suspects, *others) if others is not None else ():
+        trials += simple_changes(comparison, suspect)
     good, most = [], reruns.nodes_run + _MOST_NODES
     for trial in sorted(trials, key=lambda x: x.cost):
         if reruns.nodes_run > most:
@@ -521,8 +419,8 @@ def _handing_on(comparison: Comparison, trial: Trial) -> set[Line | None]:
     """
     lines: set[Line | None] = {None} if trial.suspect.transposed else set()
     nodes, maker = trial.suspect.nodes, comparison.maker
-    made_here = {x for node in nodes for x in node.results}
-    for x in {x for node in nodes for x in node.inputs} - made_here:
+    results_here = {x for node in nodes for x in node.results}
+    for x in {x for node in nodes for x in node.operands} - results_here:
         before = maker.get(x)
         if before is not None and before.transposed:
             # What is missing or too much may as well be in the loss.
@@ -534,7 +432,7 @@ def _handing_on(comparison: Comparison, trial: Trial) -> set[Line | None]:
     depth = min(map(len, callers), default=0)
     for x in trial.changes:
         around = callers_of(maker[x].eqn)
-        for reader in [node for node in comparison.mesh.nodes if x in node.inputs]:
+        for reader in [node for node in comparison.mesh.nodes if x in node.operands]:
             if reader.kind == "run" and callers_of(reader.eqn) == around:
                 lines.add(reader.line)
             elif reader.kind == "run" or len(around) > depth:

@@ -1,8 +1,9 @@
 """The line of the user's code that an equation comes from."""
 
 import dataclasses
+import itertools
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._libraries import OWN_FOLDER, is_library, shown
@@ -40,22 +41,22 @@ def callers_of(eqn: Equation) -> tuple[Line, ...]:
 
 
 def _lines(eqn: Equation) -> Iterator[Line]:
-    # JAX keeps with each equation the Python frames in which it was traced, the innermost first.
-    traceback: Any = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
+    for frame in _frames(eqn):
         if not is_library(frame.file_name):
             yield Line(frame.file_name, frame.line_num)
 
 
+def _frames(eqn: Equation) -> Sequence[Any]:
+    """The Python frames in which an equation was traced, the innermost first."""
+    traceback: Any = eqn.source_info.traceback
+    return traceback.frames if traceback is not None else ()
+
+
 def by_statemesh(eqn: Equation) -> bool:
     """Whether code of statemesh stands between the user's line and an equation."""
-    traceback: Any = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if frame.file_name.startswith(OWN_FOLDER):
-            return True
-        if not is_library(frame.file_name):
-            return False
-    return False
+    # Our own folder counts as a library's.
+    files = itertools.takewhile(is_library, (frame.file_name for frame in _frames(eqn)))
+    return any(file.startswith(OWN_FOLDER) for file in files)
 
 
 def is_transposed(eqn: Equation) -> bool:

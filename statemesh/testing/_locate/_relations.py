@@ -9,9 +9,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from .._program._numbers import distances, equal, is_key, numbers
 from .._program._stacked import Scope, Stacked, names_of_spec
 from .._types import Numbers
-from ._evaluate import as_numbers, is_key, on_all_shards
+from ._evaluate import on_all_shards
 
 
 # What a value is along a mesh axis: the same on every shard; the parts of an array axis; what gives the
@@ -22,10 +23,10 @@ Along: TypeAlias = tuple[str, Kind, int]
 Kinds: TypeAlias = frozenset[str]
 
 # The kinds that are tried together. What is likely comes first: it is cheap, and a rare relation may hold by
-# accident. An "inner" part is one of an array axis that was merged with others, and is called parts.
+# accident.
 _PARTS = frozenset(("equal", "parts"))
 _PARTIAL = _PARTS | {"sum", "mean", "max", "min"}
-_MOVED = frozenset(("equal", "inner", "turned"))
+_MOVED = frozenset(("equal", "turned"))
 _MULTIPLE = _PARTS | {"sum", "mean"}
 _ONE = _PARTS | {"one"}
 
@@ -61,17 +62,8 @@ class Relation:
 
 def whole(value: Stacked) -> Numbers:
     """The value of a program on one device, without mesh axes."""
-    x = as_numbers(value.x)
+    x = numbers(value.x)
     return x.reshape(x.shape[len(value.axes) :])
-
-
-def equal(x: Numbers, y: Numbers, limit: Numbers = None) -> Numbers:
-    """Which numbers are equal, or differ by no more than a limit. NaN equals NaN."""
-    same = (x == y) | ((x != x) & (y != y))
-    if limit is None:
-        return same
-    with np.errstate(invalid="ignore"):
-        return same | (np.abs(x - y) <= limit)
 
 
 def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
@@ -82,13 +74,15 @@ def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
     - `operands`: the largest number that the value was made from.
     - `unit`: the roundoff of the dtype, where that is not double precision.
     """
+    if want.dtype.kind not in "fc":
+        return np.asarray(0.0)
     if unit:
         return np.asarray(min(_NARROW * unit, _MOST) * max(largest(want), 1e-30))
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
     return _RELATIVE * size + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
 
 
-def unequal_copies(value: Stacked, spec: PartitionSpec | None, unit: float) -> bool:
+def unequal_copies(value: Stacked, spec: PartitionSpec, unit: float) -> bool:
     """Whether shards have different values of a result of which any copy is taken.
 
     **Arguments:**
@@ -96,12 +90,10 @@ def unequal_copies(value: Stacked, spec: PartitionSpec | None, unit: float) -> b
     - `spec`: how the result is put together.
     - `unit`: the roundoff of the dtype, where that is not double precision.
     """
-    named, x = names_of_spec(spec or PartitionSpec()), as_numbers(value.x)
+    named, x = names_of_spec(spec), numbers(value.x)
     for at, name in enumerate(value.axes):
-        if name in named:
-            continue
         first = np.take(x, [0], at)
-        if not np.all(equal(x, first, allowed(first, 0.0, unit) if x.dtype.kind in "fc" else None)):
+        if name not in named and np.any(distances(x, first) > allowed(first, 0.0, unit)):
             return True
     return False
 
@@ -127,32 +119,29 @@ def relation(
     - `unit`: the roundoff of the dtype, where that is not double precision.
     """
     names = [name for name in value.axes if scope.sizes[name] > 1]
-    x, lead = as_numbers(value.x), len(value.axes)
+    x, lead = numbers(value.x), len(value.axes)
     if x.shape[lead:] != want.shape:
         # What is the same on all shards can still be the part of each.
         names = [name for name, size in scope.sizes.items() if size > 1]
         x, lead = on_all_shards(value, scope), len(scope.sizes)
     x = x.reshape((*scope.shape(names), *x.shape[lead:]))
-    numeric = want.dtype.kind in "fc"
-    limit = allowed(want, operands, unit) if numeric else None
+    limit = allowed(want, operands, unit)
     tried = (_PARTS, _PARTIAL, *(() if is_key(value.x) else (_MOVED, _MULTIPLE, _ONE)))
     for kinds in tried:
-        if kinds is _MULTIPLE and not numeric:
-            continue
         for way, array in _ways(x, list(map(str, names)), want.shape, kinds, max(1e-10, 64 * unit)):
             if array.shape != want.shape:
                 continue
             factor = _factor(array, want, scope) if kinds is _MULTIPLE else 1.0
             if factor is None:
                 continue
-            if np.all(equal(array / factor if factor != 1 else array, want, limit)):
+            if np.all(distances(array / factor if factor != 1 else array, want) <= limit):
                 return Relation(way, factor)
     return None
 
 
 def _factor(x: Numbers, want: Numbers, scope: Scope) -> float | None:
     """The product of sizes of mesh axes, or one over it, that one array is of another."""
-    if not want.size:
+    if not want.size or want.dtype.kind not in "fc":
         return None
     at = np.unravel_index(int(np.argmax(np.where(np.isfinite(want), np.abs(want), 0))), want.shape)
     if want[at] == 0 or not np.isfinite(x[at]):
@@ -198,7 +187,13 @@ def _merged(
     if len(local) == len(shape) and left % n == 0:
         for d, (size, goal) in enumerate(zip(local, shape, strict=True)):
             if size and size < goal and goal % (size * n) == 0:
-                yield from _parts(x, rest, d, kinds)
+                blocks, at = np.moveaxis(x, 0, rest + d), rest + d
+                joined = (*blocks.shape[:at], n * size, *blocks.shape[at + 2 :])
+                # All parts are in their places, or went from shard to shard.
+                shifts = range(1, n) if "turned" in kinds else (0,) if "parts" in kinds else ()
+                for shift in shifts:
+                    kind: Kind = "turned" if shift else "parts"
+                    yield kind, d, np.roll(blocks, shift, at).reshape(joined)
     elif len(local) + 1 == len(shape):
         for d in range(len(shape)):
             if shape[d] == n:
@@ -221,20 +216,3 @@ def _merged(
     if "one" in kinds and x.dtype.kind == "f":
         yield "one", 0, x[0]
         yield "one", 0, x[-1]
-
-
-def _parts(x: Numbers, rest: int, d: int, kinds: Kinds) -> Iterator[tuple[Kind, int, Numbers]]:
-    """The ways to join the parts of an array axis."""
-    at = rest + d
-    n, size = x.shape[0], x.shape[1 + at]
-    blocks = np.moveaxis(x, 0, at)
-    joined = (*blocks.shape[:at], n * size, *blocks.shape[at + 2 :])
-    if "parts" in kinds:
-        yield "parts", d, blocks.reshape(joined)
-    for outer in range(2, size + 1) if "inner" in kinds else ():
-        if size % outer == 0:
-            split = x.reshape(*x.shape[: 1 + at], outer, size // outer, *x.shape[2 + at :])
-            yield "parts", d, np.moveaxis(split, 0, at + 1).reshape(joined)
-    # Parts that went from shard to shard.
-    for shift in range(1, n) if "turned" in kinds else ():
-        yield "turned", d, np.roll(blocks, shift, at).reshape(joined)

@@ -1,5 +1,6 @@
 """The lines that lead to a wrong result, with what speaks for each."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -58,37 +59,30 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
     by_line: dict[tuple[Line | None, bool], list[Node]] = {}
     for node in nodes:
         by_line.setdefault((lines[node], node.transposed), []).append(node)
-    readers: dict[int, set[Node]] = {}
+    readers: dict[int, set[Node]] = collections.defaultdict(set)
     for node in comparison.mesh.nodes:
-        for x in node.inputs:
-            readers.setdefault(x, set()).add(node)
-    results = {*comparison.mesh.results}
-
-    def suspect(line: Line | None, transposed: bool, nodes: Sequence[Node]) -> Suspect:
-        handed_on = sorted(
-            x
-            for x in values.intersection(x for node in nodes for x in node.results)
-            if x in results or not readers.get(x, set()).issubset(nodes)
-        )
-        return Suspect(line, transposed, nodes, handed_on, _evidence(comparison, nodes, handed_on))
-
-    return [suspect(*key, nodes) for key, nodes in by_line.items()]
+        for x in node.operands:
+            readers[x].add(node)
+    suspects, ends = [], {*comparison.mesh.results}
+    for (line, transposed), group in by_line.items():
+        results_here = values.intersection(x for node in group for x in node.results)
+        handed_on = sorted(x for x in results_here if x in ends or not readers[x] <= {*group})
+        evidence = _evidence(comparison, group, handed_on)
+        suspects.append(Suspect(line, transposed, group, handed_on, evidence))
+    return suspects
 
 
 def _wrong_values(comparison: Comparison) -> set[int]:
     """The values that lead to wrong results and are more than the parts of those of one device."""
     values: set[int] = set()
-    queue = [
-        operand
-        for operand, result in zip(comparison.mesh.results, comparison.results, strict=True)
-        if not result.right and isinstance(operand, int)
-    ]
+    ends = zip(comparison.mesh.results, comparison.right, strict=True)
+    queue = [operand for operand, right in ends if not right]
     while queue:
         value = queue.pop()
         if value not in values:
             values.add(value)
             maker = comparison.maker.get(value)
-            queue += [x for x in maker.inputs if not comparison.is_plain(x)] if maker else []
+            queue += [x for x in maker.operands if not comparison.is_plain(x)] if maker else []
     return values
 
 
@@ -100,7 +94,7 @@ def _lines(nodes: Sequence[Node]) -> dict[Node, Line | None]:
         if lines[node] is None:
             uses = [lines[reader[x]] for x in node.results if x in reader]
             lines[node] = next((line for line in uses if line is not None), None)
-        for x in node.inputs:
+        for x in node.operands:
             reader[x] = node
     return lines
 
@@ -108,12 +102,11 @@ def _lines(nodes: Sequence[Node]) -> dict[Node, Line | None]:
 def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[int]) -> Evidence:
     first = [node for node in nodes if is_first(comparison, node)]
     if first:
-        positions = comparison.positions
-        is_sure = any(
-            positions.isdisjoint(node.inputs) and not _is_of_a_part(comparison, node)
+        is_unsure = all(
+            not comparison.positions.isdisjoint(node.operands) or _is_of_a_part(comparison, node)
             for node in first
         )
-        return "first" if is_sure else "unsure"
+        return "unsure" if is_unsure else "first"
     if all(comparison.relations[x] is not None for x in values):
         return "related"
     return "index" if comparison.positions.issuperset(values) else "after"
@@ -122,12 +115,12 @@ def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[in
 def is_first(comparison: Comparison, node: Node) -> bool:
     """Whether a node makes something unrelated of what is related."""
     makes = any(map(comparison.is_unrelated, node.results))
-    return makes and not any(map(comparison.is_unrelated, node.inputs))
+    return makes and not any(map(comparison.is_unrelated, node.operands))
 
 
 def _is_of_a_part(comparison: Comparison, node: Node) -> bool:
     """Whether a node naturally gives something else for a part, such as positions in it."""
-    relations = [comparison.relations[x] for x in node.inputs]
+    relations = [comparison.relations[x] for x in node.operands]
     return node.name in _OF_A_PART and all(known is None or known.is_plain for known in relations)
 
 

@@ -1,16 +1,16 @@
 """Every word of a report of `locate`."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
+from .._program._numbers import distances, numbers
 from .._types import AnyLeaf, Numbers
-from ._evaluate import as_numbers
 from ._graph import Node
 from ._lines import Line
-from ._relations import Relation, equal
+from ._relations import Relation
 
 
 _OPERATIONS: Mapping[str, str] = {
@@ -20,11 +20,9 @@ _OPERATIONS: Mapping[str, str] = {
     "reduce_max": "a maximum",
     "reduce_min": "a minimum",
     "psum": "a sum over shards",
-    "psum_invariant": "a sum over shards",
     "pmax": "a maximum over shards",
     "pmin": "a minimum over shards",
     "all_gather": "a gathering from all shards",
-    "all_gather_invariant": "a gathering from all shards",
     "reduce_scatter": "a sum over shards, scattered",
     "ppermute": "a move between shards",
     "all_to_all": "an exchange between shards",
@@ -61,7 +59,8 @@ _PARTIAL: Mapping[str, str] = {
 
 def operation(node: Node) -> str:
     """What a node computes."""
-    name = _OPERATIONS.get(node.name, f"`{node.name}`")
+    # In checked programs some collectives have a name of their own.
+    name = _OPERATIONS.get(node.name.removesuffix("_invariant"), f"`{node.name}`")
     inside = f", in `{node.caller.lstrip('_')}`" if node.caller else ""
     return (
         f"{name}{inside}, in the derivative of this line" if node.transposed else f"{name}{inside}"
@@ -82,7 +81,7 @@ def shapes(got: Sequence[int], want: Numbers | None) -> tuple[str, str]:
     return f"{_array(got)} on each shard", there
 
 
-def numbers(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str, str, str]:
+def most_off(got: Numbers, want: Numbers, names: Collection[Hashable]) -> tuple[str, str, str]:
     """What some shards have where they are most off, what they should have, and which shards these are.
 
     **Arguments:**
@@ -91,19 +90,16 @@ def numbers(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str
     """
     if not want.size:
         return "an empty array", "an empty array", ""
-    with np.errstate(invalid="ignore"):
-        # Of truths, whole numbers and complex ones alike.
-        off = np.abs(got.astype(complex) - want.astype(complex))
-    off = np.where(equal(got, want), -1.0, np.where(np.isnan(off), np.inf, off))
+    off = distances(got, want)
     worst = np.unravel_index(int(np.argmax(off)), off.shape)
     count = len(names)
     local = tuple(map(int, worst[count:]))
     at = f" at {list(local)}" if local else ""
     shards = sorted(np.ndindex(got.shape[:count]), key=lambda shard: -off[(*shard, *local)])[:2]
     shards.sort()
-    numbers = [f"{_shown(got[(*k, *local)])} on {_shard(names, k)}" for k in shards]
+    values = [f"{_shown(got[(*k, *local)])} on {_shard(names, k)}" for k in shards]
     goals = list(dict.fromkeys(_shown(want[(*k, *local)]) for k in shards))
-    return ", ".join(numbers) + at, " and ".join(goals), "; ".join(_shard(names, k) for k in shards)
+    return ", ".join(values) + at, " and ".join(goals), "; ".join(_shard(names, k) for k in shards)
 
 
 RESULT_LENGTH = "the length of axis {} of the result"
@@ -117,19 +113,19 @@ def typed(spec: PartitionSpec) -> str:
 A_RESULT = "this result, made by no line of yours"
 
 
-def whole_values(values: tuple[AnyLeaf, Numbers], types: Sequence[AnyLeaf]) -> tuple[str, str]:
+def whole_values(values: Sequence[AnyLeaf], types: Sequence[AnyLeaf]) -> tuple[str, str]:
     """A result on the mesh and on one device: their types if these differ, or else what they are."""
     if (types[0].shape, types[0].dtype) != (types[1].shape, types[1].dtype):
         got, want = (f"{kind.dtype}{list(kind.shape)}" for kind in types)
         return got, want
-    got, want = values
-    off = np.asarray(as_numbers(got) != as_numbers(want))
+    got, want = map(numbers, values)
+    off = np.asarray(got != want)
     at = tuple(map(int, np.unravel_index(int(np.argmax(off)), off.shape)))
     index = f" at {list(at)}" if at else ""
-    return _shown(as_numbers(got)[at]) + index, _shown(as_numbers(want)[at])
+    return _shown(got[at]) + index, _shown(want[at])
 
 
-def _shard(names: Sequence[Hashable], index: Sequence[int]) -> str:
+def _shard(names: Collection[Hashable], index: Sequence[int]) -> str:
     return errors.axes_str(dict(zip(names, map(int, index), strict=True))) or "one device"
 
 

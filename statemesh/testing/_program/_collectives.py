@@ -10,24 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 from ._jaxprs import Equation, names_of, nested_equations
-from ._stacked import Scope, Stacked
+from ._stacked import Scope, Stacked, numpy_of
 
 
+# An array of JAX or of NumPy.
+Array: TypeAlias = Any
 # From the values of all shards, `(n, *shape)`, and the parameters of the equation.
 Params: TypeAlias = Mapping[str, Any]
-Rule: TypeAlias = Callable[[jax.Array, Params], jax.Array]
+Rule: TypeAlias = Callable[[Array, Params], Array]
 
 
-def _psum(x: jax.Array, params: Params) -> jax.Array:
-    return jnp.sum(x, _with_own_axes(params), dtype=x.dtype)
+def _psum(x: Array, params: Params) -> Array:
+    return x.sum(_with_own_axes(params), dtype=x.dtype)
 
 
-def _pmax(x: jax.Array, params: Params) -> jax.Array:
-    return jnp.max(x, _with_own_axes(params))
+def _pmax(x: Array, params: Params) -> Array:
+    return x.max(_with_own_axes(params))
 
 
-def _pmin(x: jax.Array, params: Params) -> jax.Array:
-    return jnp.min(x, _with_own_axes(params))
+def _pmin(x: Array, params: Params) -> Array:
+    return x.min(_with_own_axes(params))
 
 
 def _with_own_axes(params: Params) -> tuple[int, ...]:
@@ -35,43 +37,46 @@ def _with_own_axes(params: Params) -> tuple[int, ...]:
     return (0, *(axis + 1 for axis in params["axes"] if isinstance(axis, int)))
 
 
-def _all_gather(x: jax.Array, params: Params) -> jax.Array:
+def _all_gather(x: Array, params: Params) -> Array:
     axis = params["all_gather_dimension"]
-    x = jnp.moveaxis(x, 0, axis)
+    x = numpy_of(x).moveaxis(x, 0, axis)
     return _merged(x, axis) if params["tiled"] else x
 
 
-def _pbroadcast(x: jax.Array, params: Params) -> jax.Array:
+def _pbroadcast(x: Array, params: Params) -> Array:
     return x[params["source"]]
 
 
-def _reduce_scatter(x: jax.Array, params: Params) -> jax.Array:
-    total, axis = jnp.sum(x, 0, dtype=x.dtype), params["scatter_dimension"]
+def _reduce_scatter(x: Array, params: Params) -> Array:
+    total, axis = x.sum(0, dtype=x.dtype), params["scatter_dimension"]
     if params["tiled"]:
         total = _split(total, axis, x.shape[0])
-    return jnp.moveaxis(total, axis, 0)
+    return numpy_of(x).moveaxis(total, axis, 0)
 
 
-def _ppermute(x: jax.Array, params: Params) -> jax.Array:
+def _ppermute(x: Array, params: Params) -> Array:
     sources, targets = np.array(params["perm"], int).reshape(-1, 2).T
-    return jnp.zeros_like(x).at[targets].set(x[sources])
+    source_of = np.full(len(x), -1)
+    source_of[targets] = sources
+    is_target = (source_of >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    return numpy_of(x).where(is_target, x[source_of], x.dtype.type(0))
 
 
-def _all_to_all(x: jax.Array, params: Params) -> jax.Array:
+def _all_to_all(x: Array, params: Params) -> Array:
     # JAX adds and removes axes around the equation where it is not tiled.
     split, concat = params["split_axis"] + 1, params["concat_axis"] + 1
-    x = jnp.moveaxis(_split(x, split, x.shape[0]), split, 1)
+    x = numpy_of(x).moveaxis(_split(x, split, x.shape[0]), split, 1)
     # Shard i keeps at index j what it sends to shard j.
-    return _merged(jnp.moveaxis(jnp.swapaxes(x, 0, 1), 1, concat), concat)
+    return _merged(numpy_of(x).moveaxis(x.swapaxes(0, 1), 1, concat), concat)
 
 
-def _merged(x: jax.Array, axis: int) -> jax.Array:
+def _merged(x: Array, axis: int) -> Array:
     """The array with an axis and the one after it merged into one."""
     size = x.shape[axis] * x.shape[axis + 1]
     return x.reshape(*x.shape[:axis], size, *x.shape[axis + 2 :])
 
 
-def _split(x: jax.Array, axis: int, count: int) -> jax.Array:
+def _split(x: Array, axis: int, count: int) -> Array:
     """The array with an axis split into one of size `count` and the rest."""
     return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
 
@@ -105,8 +110,15 @@ def communicating_axes(eqn: Equation) -> frozenset[Hashable]:
     return frozenset(name for inner in nested_collectives(eqn) for name in names_of(inner))
 
 
-def collective(eqn: Equation, value: Stacked, scope: Scope) -> Stacked:
-    """The result of a collective for one operand."""
+def collective(
+    eqn: Equation, value: Stacked, scope: Scope, vmap: Callable[..., Any] = jax.vmap
+) -> Stacked:
+    """The result of a collective for one operand.
+
+    **Arguments:**
+
+    - `vmap`: what maps a rule over an axis of arrays: of JAX, or of NumPy.
+    """
     names = names_of(eqn)
     of_equation = RULES[eqn.primitive.name]
     rule: Callable[[jax.Array], jax.Array] = lambda x: of_equation(x, eqn.params)
@@ -114,10 +126,10 @@ def collective(eqn: Equation, value: Stacked, scope: Scope) -> Stacked:
     groups = eqn.params.get("axis_index_groups")
     if groups is not None:
         rule, uniform = partial(_in_groups, rule, uniform, np.array(groups)), False
-    x, rest = scope.flat(Stacked(jnp.asarray(value.x), value.axes), names)
+    x, rest = scope.flat(value, names)
     # The rule knows the values of one shard: it is mapped over the axes along which shards do not meet.
     for _ in rest:
-        rule = jax.vmap(rule, in_axes=1, out_axes=0 if uniform else 1)
+        rule = vmap(rule, in_axes=(1,), out_axes=0 if uniform else 1)
     return Stacked(rule(x), rest) if uniform else scope.unflat(rule(x), names, rest)
 
 

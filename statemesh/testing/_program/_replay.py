@@ -202,7 +202,7 @@ class Replay:
             axes: list[Axes] = []
 
             def run(x: Any, value: Stacked = value, axes: list[Axes] = axes) -> list[Any]:
-                result = collective(eqn, Stacked(x, value.axes), scope)
+                result = collective(eqn, Stacked(jnp.asarray(x), value.axes), scope)
                 axes.append(result.axes)
                 return [result.x]
 

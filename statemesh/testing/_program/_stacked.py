@@ -74,7 +74,7 @@ class Scope:
         new = [i for i, name in enumerate(axes) if name not in value.axes]
         if not new:
             return value
-        numpy = _numpy_of(value.x)
+        numpy = numpy_of(value.x)
         x = numpy.expand_dims(value.x, new)
         return Stacked(numpy.broadcast_to(x, (*self.shape(axes), *value.shape)), axes)
 
@@ -83,7 +83,7 @@ class Scope:
         found = dict(zip(names, at, strict=True))
         axes = self.in_order(names)
         return Stacked(
-            _numpy_of(x).moveaxis(x, [found[name] for name in axes], range(len(axes))), axes
+            numpy_of(x).moveaxis(x, [found[name] for name in axes], range(len(axes))), axes
         )
 
     def flat(self, value: Stacked, names: Sequence[Hashable]) -> tuple[Any, Axes]:
@@ -91,7 +91,7 @@ class Scope:
         value = self.spread(value, names)
         rest = tuple(name for name in value.axes if name not in names)
         order = [value.axes.index(name) for name in (*names, *rest)]
-        x = _numpy_of(value.x).moveaxis(value.x, order, range(len(order)))
+        x = numpy_of(value.x).moveaxis(value.x, order, range(len(order)))
         count = math.prod(self.shape(names))
         return x.reshape(count, *x.shape[len(names) :]), rest
 
@@ -125,7 +125,7 @@ class Scope:
         return Stacked(value.x.transpose(order).reshape(shape), tuple(outer))
 
 
-def _numpy_of(x: object) -> Any:
+def numpy_of(x: object) -> Any:
     """What moves an array: a NumPy array stays one, so that nothing is compiled for it."""
     return np if isinstance(x, np.ndarray) else jnp
 

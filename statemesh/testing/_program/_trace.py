@@ -1,7 +1,6 @@
 """The traced program of a call, the tree of its results, and arrays as a program on one device takes them."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
@@ -64,10 +63,6 @@ def placing_like(x: Any) -> Placing | None:
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
         return None
     return lambda ct: jax.device_put(ct, x.sharding)
-
-
-# A part of the message of `pmap2` where there are fewer devices than lanes.
-_TOO_MANY_LANES = re.compile(r": \d+ lanes? on \d+ devices?;")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +137,7 @@ def trace(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:
     try:
         closed, (types, _), (_, rest) = of(mapped)
     except sm.BatchAxisError as error:
-        if not isinstance(mapped, sm.StatefulMapping) or not _TOO_MANY_LANES.search(str(error)):
+        if not isinstance(mapped, sm.StatefulMapping) or not error.has_too_many_lanes:
             raise
         closed, (types, _), (_, rest) = of(mapped.unsharded)
     flat, _ = tree_util.tree_flatten_with_path(types)
