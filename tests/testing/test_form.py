@@ -180,7 +180,7 @@ DIFFERENT = [
     (object(), Plain(2)),
     # What can be compared in no way is not the same.
     (Plain(lambda: 1), Plain(lambda: 1)),
-    (Raising(), Raising()),
+    (Plain(iter([1])), Plain(iter([1]))),
 ]
 SAME = [
     (jnp.tanh, jnp.tanh),
@@ -189,6 +189,7 @@ SAME = [
     (scaled(np.ones(2)), scaled(np.ones(2))),
     (functools.partial(scaled, 1, shift=2), functools.partial(scaled, 1, shift=2)),
     (Plain(1), Plain(1)),
+    (Raising(), Raising()),
 ]
 
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import statemesh as sm
 
 from .. import _errors as errors
+from .._caches import environment, held_by
 from .._errors import check
 from .._types import Fun, PyTree, tree_util
 from ._check import Check, Checked
-from ._environment import environment, held_by
 from ._feedback import Named, is_within, path_of
 from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
 from ._subject import Subject

@@ -58,8 +58,7 @@ class StaticLeaves:
     def __init__(self, tree: PyTree) -> None:
         self.tree = tree
         leaves, structure = jax.tree.flatten(tree)
-        # A leaf whose value cannot be known is never equal to another.
-        self.key = structure, tuple(static_key(x) or object() for x in leaves)
+        self.key = structure, tuple(static_key(x) for x in leaves)
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -9,12 +9,12 @@ import hypothesis
 import jax
 from jax.sharding import PartitionSpec
 
+from .._caches import environment, held_by
 from .._program._doubled import widened
 from .._program._numbers import is_inexact
 from .._program._trace import is_array_or_type, is_number_or_type
 from .._types import Fun, PyTree, tree_util
 from . import _report as report
-from ._environment import environment, held_by
 from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
 from ._form import form_differences
 from ._judge import Leaf, leaves_of

@@ -110,8 +110,7 @@ def leaf_key(x: AnyLeaf) -> Hashable:
     """What a traced program knows of a leaf of its arguments."""
     if is_array_or_type(x):
         return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
-    # A static leaf whose value cannot be known is never equal to another.
-    return static_key(x) or object()
+    return static_key(x)
 
 
 def is_number_or_type(x: object) -> bool:
