@@ -174,7 +174,7 @@ def held_by(args: PyTree) -> list[Any]:
 
 
 def _taken_apart(x: Any) -> _Apart:
-    kind = type(x)
+    kind: Any = type(x)
     if kind is float:  # NaN is not equal to itself, and -0.0 is to 0.0.
         return x.hex(), ()
     if isinstance(x, types.FunctionType):
@@ -225,7 +225,8 @@ def _array_apart(x: Any) -> _Apart:
 
 def _object_apart(x: Any) -> _Apart:
     """An object is a value, or what its `__dict__` holds, or cannot be known."""
-    kind, held = type(x), getattr(x, "__dict__", None)
+    kind: Any = type(x)
+    held = getattr(x, "__dict__", None)
     of_jax = kind.__module__.split(".")[0] in ("jax", "jaxlib")
     is_reference = of_jax and hasattr(x, "__setitem__")
     by_identity: Any = object.__hash__

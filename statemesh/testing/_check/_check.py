@@ -20,8 +20,8 @@ from .._program._numbers import Rounding
 from .._types import Numbers, PyTree
 from . import _report as report
 from . import _values as values
-from ._judge import Chain, Judge, Mismatch, doubled_chain, excused, unequal_copies
-from ._programs import Args, FunctionOnMesh, Reference, chained, results_of
+from ._judge import Judge, Mismatch, excused, unequal_copies
+from ._programs import Args, Chain, FunctionOnMesh, Program, chained, results_of
 from ._subject import Subject
 from ._untested import CallsMade
 
@@ -95,29 +95,26 @@ class Calls:
         return self.on_mesh.label if self.counts is None and self.on_mesh.mesh.size > 1 else ""
 
     @cached_property
-    def reference(self) -> Reference:
+    def reference(self) -> Program:
         return self.subject.reference(self.on_mesh)
 
     @cached_property
     def mesh(self) -> Chain:
         """The calls on the mesh in double precision."""
-        against = self.reference.doubled
+        program, args = self.subject.program(self.on_mesh), widened(self.args)
         with self.subject.noting(self.on_mesh.label):
-            doubled, args = self.subject.programs(self.on_mesh).doubled, widened(self.args)
-            return doubled_chain(
-                doubled, args, self.subject.feed, self.steps, compared_with=against
-            )
+            return Chain(program, args, self.subject.feed, self.steps, self.reference)
 
     @cached_property
     def right(self) -> Chain:
         """The calls of the reference."""
         with self.subject.noting(f"for {self.reference.what}"):
-            return self.reference.chain(self.args, self.steps, self.subject.feed)
+            return Chain(self.reference, widened(self.args), self.subject.feed, self.steps)
 
     @cached_property
     def again(self) -> list[PyTree]:
         """The calls of the reference in its own dtypes."""
-        return chained(self.reference.compiled, self.args, self.steps, self.subject.feed)
+        return chained(self.reference.jitted, self.args, self.steps, self.subject.feed)
 
 
 class Check:
@@ -159,7 +156,7 @@ class Check:
         """
         subject, on_mesh = self.subject, calls.on_mesh
         with subject.noting(on_mesh.label):
-            form = subject.programs(on_mesh).doubled.of(subject.types).trace.form
+            form = subject.program(on_mesh).of(subject.types).trace.form
         with subject.noting(f"for {calls.reference.what}"):
             lines = subject.other_form(form, calls.reference.form(subject.types, calls.args))
         if lines:
@@ -202,7 +199,7 @@ class Check:
             self._fail(calls, calls.label, step, report.broken_promises(broken))
             return True
         leaves = self.subject.leaves(call.results.types)
-        chains, is_plain = (calls.mesh, calls.right), calls.reference.doubled is None
+        chains, is_plain = (calls.mesh, calls.right), not calls.reference.is_traced
         rounding: Rounding = "own" if is_plain else "double"
         off = self.judge.compare(rounding, step, leaves, call.numbers, chains, calls.place)
         return self._report(calls, calls.label, step, off)
@@ -222,7 +219,7 @@ class Check:
                 return True
             got = [leaf.value for leaf in leaves]
             off = self.judge.compare("own", step, leaves, got, chains)
-            if calls.reference.doubled is not None and self.subject.unsharded is not False:
+            if calls.reference.is_traced and self.subject.unsharded is not False:
                 off = excused(off, functools.partial(self._again, calls, step))
             if self._report(calls, label, step, off):
                 return True
@@ -239,7 +236,7 @@ class Check:
             args, kwargs = calls.args
             placed, jitted = (
                 (calls.on_mesh.mapped.place(*args), kwargs),
-                self.subject.programs(calls.on_mesh).jitted,
+                self.subject.program(calls.on_mesh).jitted,
             )
             results = chained(jitted, placed, calls.steps, self.subject.feed)
         if not self._fails(calls, label, results):
@@ -301,7 +298,7 @@ class Check:
         if self.failed:
             fed_back = subject.feed_back if subject.in_a_row > 1 else None
             raise report.not_equivalent(subject.name, self.failed, self.agreed, fed_back)
-        calls = [subject.programs(on_mesh).doubled.of(subject.types) for on_mesh in subject.meshes]
+        calls = [subject.program(on_mesh).of(subject.types) for on_mesh in subject.meshes]
         return Checked(
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
@@ -350,7 +347,7 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
     zeros. Then other values are tried first.
     """
     subject = calls.subject
-    if subject.unsharded is False or calls.reference.doubled is None:
+    if subject.unsharded is False or not calls.reference.is_traced:
         return []
     reference = subject.unsharded or subject.meshes[0].mapped.unsharded
     args_of_call = narrowed(calls.mesh.exact[step].args)

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .. import _errors as errors
-from .._program._doubled import Called, Doubled, Wide
-from .._program._jaxprs import Equation
 from .._program._numbers import (
     CLEAR,
-    FACTOR_OF_COPIES,
     FEW_RUNS,
     MANY_RUNS,
     NARROWER,
-    RUNS_OF_COPIES,
     Rounding,
     allowed,
     always,
@@ -37,12 +33,7 @@ from .._program._numbers import (
 from .._program._stacked import names_of_spec
 from .._program._trace import is_number_or_type
 from .._types import Numbers, PyTree
-
-
-# From the arguments and the results of a call to the arguments of the next one.
-Feed: TypeAlias = Callable[[PyTree, PyTree], PyTree]
-
-_NOISE: dict[Rounding, tuple[float, float]] = {"double": (1.0, 0.0), "own": (0.0, 1.0)}
+from ._programs import Chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,108 +76,6 @@ def leaves_of(name: str, result: PyTree) -> list[Leaf]:
     """The arrays of a result, and its numbers of Python."""
     flat, _ = jax.tree_util.tree_flatten_with_path(result)
     return [Leaf(name + jax.tree_util.keystr(keys), x) for keys, x in flat if is_number_or_type(x)]
-
-
-class Chain:
-    """Calls in a row. Each gets what the call before returned.
-
-    **Arguments:**
-
-    - `exact`: the calls without noise.
-    - `run`: makes them with noise; `None` for results as they are, which nothing moves.
-    - `loops`: whether there are loops that might not end.
-
-    **Attributes:**
-
-    - `exact`: the calls without noise.
-    """
-
-    def __init__(
-        self,
-        exact: list[Called],
-        run: Callable[[Numbers], list[Called]] | None = None,
-        loops: bool = False,
-    ) -> None:
-        self.exact, self._run, self._loops = exact, run, loops
-        self._moved: dict[Rounding, list[list[Numbers]]] = {}
-        self._runs: dict[Rounding, int] = defaultdict(int)
-        self._unended: dict[Rounding, list[Equation]] = defaultdict(list)
-        # For each call and each promise of the program, by how much copies differ in runs with noise.
-        self._amounts: dict[tuple[int, int], list[float]] = defaultdict(list)
-
-    def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
-        """By how much noise moves each number: the most of so many runs, for each call and array.
-
-        It is infinite where a number becomes NaN or infinite, or is so no longer.
-        """
-        if rounding not in self._moved:
-            self._moved[rounding] = [
-                [np.zeros(x.shape) for x in call.numbers] for call in self.exact
-            ]
-        most = self._moved[rounding]
-        while self._run is not None and self._runs[rounding] < runs:
-            self._runs[rounding] += 1
-            noisy = self._run(np.array([*_NOISE[rounding], float(self._runs[rounding])]))
-            for step, (exact, other) in enumerate(zip(self.exact, noisy, strict=True)):
-                self._unended[rounding] += other.unended
-                for k, pair in enumerate(zip(exact.numbers, other.numbers, strict=True)):
-                    most[step][k] = np.maximum(most[step][k], distances(*pair))
-                if rounding == "double":
-                    for number, promise in other.broken.items():
-                        self._amounts[step, number].append(promise.amount)
-        return most
-
-    def unended(self, rounding: Rounding) -> list[Equation]:
-        """The loops that do not end where operations round."""
-        if self._loops:
-            self.moved(rounding, FEW_RUNS)
-        return self._unended[rounding]
-
-    def broken(self, step: int) -> list[errors.BrokenPromise]:
-        """The promises that do not hold, where copies differ by more than rounding explains."""
-        promises = self.exact[step].broken
-        if promises:
-            self.moved("double", RUNS_OF_COPIES)
-
-        def is_rounding(number: int, amount: float) -> bool:
-            others = self._amounts[step, number]
-            return (
-                bool(others) and max(abs(x - amount) for x in others) * FACTOR_OF_COPIES >= amount
-            )
-
-        return [x for number, x in promises.items() if not is_rounding(number, x.amount)]
-
-
-def doubled_chain(
-    program: Doubled,
-    args: Wide,
-    feed: Feed,
-    steps: int,
-    *,
-    noisy: bool = False,
-    compared_with: Doubled | None = None,
-) -> Chain:
-    """Calls in a row in double precision.
-
-    **Arguments:**
-
-    - `program`: the function.
-    - `args`: the arguments of the first call, and its keyword arguments.
-    - `feed`: gives the arguments of the next call.
-    - `steps`: the number of calls.
-    - `noisy`: whether noise will be wanted, so that the program need not be compiled without.
-    - `compared_with`: the function that the results are compared with.
-    """
-
-    def run(noise: Numbers | None) -> list[Called]:
-        inputs, calls = args, []
-        for _ in range(steps):
-            calls.append(program(inputs, noise, compared_with))
-            results = calls[-1].results
-            inputs = Wide(feed(inputs.types, results.types), feed(inputs.values, results.values))
-        return calls
-
-    return Chain(run(np.zeros(3) if noisy else None), run, program.of(args.types).loops)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,7 @@ from ._judge import Leaf, leaves_of
 from ._programs import (
     Args,
     FunctionOnMesh,
-    Programs,
-    Reference,
+    Program,
     Selection,
     differentiable,
     gradient_paths,
@@ -30,7 +29,6 @@ from ._programs import (
     kept,
     learns,
     results_of,
-    unsharded_reference,
 )
 from ._untested import CallsMade, left_out, never_finite, untested
 
@@ -71,7 +69,7 @@ class Subject:
         first = self.meshes[0]
         self._plain = self._plain_reference()
         with self.noting(first.label):
-            self._call = first.programs(Selection()).doubled.of(self.types)
+            self._call = first.program(Selection()).of(self.types)
             self.form = self._call.trace.form
         self.feed_back = self._feed_back(first)
         self.in_a_row = self.steps or (DEFAULT_STEPS if self.feed_back else 1)
@@ -99,7 +97,7 @@ class Subject:
         named = self.fed_back
         return find(args, kwargs, self.form, named, name=self.name, in_specs=ins, out_specs=outs)
 
-    def _plain_reference(self) -> Reference | None:
+    def _plain_reference(self) -> Program | None:
         """The unsharded function that was given, if JAX cannot trace it."""
         reference = self._function_as_reference(Selection())
         if reference is None:
@@ -108,15 +106,15 @@ class Subject:
             reference.form(self.types, self.args)
         except Exception:  # A function of NumPy refuses what JAX traces with in many ways.
             assert callable(self.unsharded)
-            return Reference(report.UNSHARDED, self.unsharded)
+            return Program(report.UNSHARDED, self.unsharded, Selection(), is_traced=False)
         return None
 
-    def _function_as_reference(self, selected: Selection) -> Reference | None:
+    def _function_as_reference(self, selected: Selection) -> Program | None:
         """The unsharded function that was given, if one was."""
         if not callable(self.unsharded):
             return None
         key = environment(self.unsharded, *held_by(self.args))
-        return kept(key, unsharded_reference, report.UNSHARDED, self.unsharded, selected)
+        return kept(key, Program, report.UNSHARDED, self.unsharded, selected)
 
     def _selection(self, first: FunctionOnMesh) -> Selection:
         if self.gradients is False or self._plain is not None:
@@ -126,7 +124,7 @@ class Subject:
         chosen = Selection(inexact_leaves(self.form), inexact_leaves(self.types))
         note = "Give gradients=False where a function has none."
         with self.noting(f"for the gradient {first.label}", note):
-            traced = lambda some: first.programs(some).doubled.of(self.types)
+            traced = lambda some: first.program(some).of(self.types)
             return differentiable(chosen, traced) if chosen else Selection()
 
     def _is_written(self, argument: int) -> bool:
@@ -141,19 +139,17 @@ class Subject:
         keys = (flat[k][0] for k in self.selected.constant)
         return tuple(f"{self.name}(...){jax.tree_util.keystr(key)}" for key in keys)
 
-    def reference(self, on_mesh: FunctionOnMesh) -> Reference:
+    def reference(self, on_mesh: FunctionOnMesh) -> Program:
         """What the calls on a mesh are compared with."""
         if self._reference is not None:
             return self._reference
         if self.unsharded is None:
-            return self.programs(self.meshes[0]).unsharded
-        # Where results depend on the mesh, each mesh has a reference of its own.
-        programs = self.programs(on_mesh)
-        return Reference(report.EMULATED, programs.jitted, programs.doubled)
+            return self.meshes[0].program(self.selected, unsharded=True)
+        return self.program(on_mesh)
 
-    def programs(self, on_mesh: FunctionOnMesh) -> Programs:
-        """The programs on a mesh that give the results and the gradient."""
-        return on_mesh.programs(self.selected)
+    def program(self, on_mesh: FunctionOnMesh) -> Program:
+        """The program on a mesh that gives the results and the gradient."""
+        return on_mesh.program(self.selected)
 
     def feed(self, args: Args, results: PyTree) -> Args:
         """The arguments of the next call."""

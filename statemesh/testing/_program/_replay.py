@@ -76,21 +76,16 @@ class Replay:
 
     - `name`: the name of the program in messages.
     - `jaxpr`: the program. Its constants are its first inputs.
-    - `arithmetic`: how it computes; left out, in the program's own dtypes. If it is a function, it gives the
-        arithmetic of each run, from a first input more.
     - `most_rounds`: the rounds after which a `while_loop` is stopped; `None` for never.
+
+    **Attributes:**
+
+    - `arithmetic`: how it computes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        jaxpr: Jaxpr,
-        arithmetic: OwnDtypes | Callable[[Any], OwnDtypes] | None = None,
-        most_rounds: int | None = MOST_ROUNDS,
-    ) -> None:
+    def __init__(self, name: str, jaxpr: Jaxpr, most_rounds: int | None = MOST_ROUNDS) -> None:
         self.name, self.jaxpr, self.most_rounds = name, jaxpr, most_rounds
-        self._of_run = None if isinstance(arithmetic, OwnDtypes) else arithmetic
-        self.arithmetic = arithmetic if isinstance(arithmetic, OwnDtypes) else OwnDtypes()
+        self.arithmetic = OwnDtypes()
         self.promises = list(_promises(jaxpr))
         self._promise_numbers = {(id(p.eqn), p.index): i for i, p in enumerate(self.promises)}
         count = len(self.promises)
@@ -100,18 +95,18 @@ class Replay:
         )
         self._axes: dict[Any, list[Axes]] = {}
 
-    def __call__(self, *arrays: Any) -> tuple[list[jax.Array], Differences]:
-        if self._of_run is not None:
-            first, *arrays = arrays  # type: ignore[assignment]
-            self.arithmetic = self._of_run(first)
+    def __call__(
+        self, *arrays: Any, arithmetic: OwnDtypes | None = None
+    ) -> tuple[list[jax.Array], Differences]:
+        """Run the program, with an arithmetic for this run only if there is one."""
+        before, self.arithmetic = self.arithmetic, arithmetic or self.arithmetic
         frame = Frame(Scope(), self.no_differences)
         try:
             inputs = [Stacked(self.arithmetic.value(x)) for x in arrays]
             results = self._run(self.jaxpr, inputs, frame)
         finally:
-            if self._of_run is not None:
-                # It holds tracers, which must not outlive their trace.
-                self.arithmetic = OwnDtypes()
+            # That of one run may hold tracers, which must not outlive their trace.
+            self.arithmetic = before
         return [value.x for value in results], frame.differences
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
