@@ -10,6 +10,7 @@ import statemesh as sm
 from .. import _errors as errors
 from .._caches import environment, held_by
 from .._errors import check
+from .._program._trace import name_of
 from .._types import Fun, PyTree, tree_util
 from ._check import Check, Checked
 from ._feedback import Named, is_within, path_of
@@ -158,11 +159,11 @@ def assert_equivalent(
         "state_out_specs": state_out_specs,
         "check_vma": check_vma,
     }
-    name = getattr(fun, "__name__", type(fun).__name__)
+    name = name_of(fun)
     is_mapped = isinstance(fun, sm.StatefulMapping)
     if is_mapped and (twice := [key for key, value in specs.items() if value not in (None, ...)]):
         raise TypeError(
-            f"{getattr(fun, '__name__', 'fun')} is mapped already, with specs of its own: leave out "
+            f"{name} is mapped already, with specs of its own: leave out "
             f"{', '.join(twice)}, or give the function that it was made from."
         )
     missing = [key for key in ("in_specs", "out_specs") if specs[key] is ...]

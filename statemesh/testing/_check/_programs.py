@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -27,7 +26,7 @@ from .._program._numbers import (
     distances,
     is_inexact,
 )
-from .._program._trace import leaf_key, trace
+from .._program._trace import leaf_key, name_of, trace, weighted_gradient
 from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
 from . import _report as report
 from ._feedback import path_of
@@ -147,31 +146,22 @@ def with_gradient(call: Fun, selected: Selection) -> Fun:
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         rest: list[PyTree] = []
 
-        def total(chosen: Sequence[AnyLeaf]) -> tuple[jax.Array, PyTree]:
+        def outputs(chosen: Sequence[AnyLeaf]) -> tuple[list[jax.Array], PyTree]:
             filled = list(leaves)
             for number, x in zip(selected.by, chosen, strict=True):
                 filled[number] = x
             again, named = treedef.unflatten(filled)
             result = call(*again, **named)
-            outputs = tree_util.tree_leaves(result)
             arrays, statics = eqx.partition(result, eqx.is_array)
             rest[:] = [statics]
-            weighted = (_weighted(outputs[k]) for k in selected.of if k < len(outputs))
-            return sum(weighted, jnp.float32(0)), arrays
+            flat = tree_util.tree_leaves(result)
+            return [flat[k] for k in selected.of if k < len(flat)], arrays
 
-        value, pull, arrays = jax.vjp(total, [leaves[k] for k in selected.by], has_aux=True)
-        (gradient,) = pull(jnp.ones_like(value))
+        gradient, arrays = weighted_gradient(outputs, [leaves[k] for k in selected.by])
         return WithGradient(eqx.combine(arrays, rest[0]), gradient)
 
-    both.__name__ = getattr(call, "__name__", type(call).__name__)
+    both.__name__ = name_of(call)
     return both
-
-
-def _weighted(x: jax.Array) -> jax.Array:
-    """The sum of all entries, each with its own weight."""
-    weights = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
-    wide = x if jnp.issubdtype(x.dtype, jnp.complexfloating) else x.astype(np.float32)
-    return jnp.real(wide * weights).sum().astype(np.float32)
 
 
 def gradient_paths(args: PyTree, selected: Selection) -> list[str]:
@@ -217,7 +207,7 @@ def _with_constants(fun: Fun, numbers: Sequence[int]) -> Fun:
             leaves[k] = jax.lax.stop_gradient(leaves[k])
         return treedef.unflatten(leaves)
 
-    held.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    held.__name__ = name_of(fun)
     return held
 
 
@@ -260,7 +250,7 @@ class Program:
         def new() -> Doubled:
             with self._context():
                 traced = trace(self._call, treedef, leaves)
-            return Doubled(getattr(self._call, "__name__", type(self._call).__name__), traced)
+            return Doubled(name_of(self._call), traced)
 
         return self._doubled.get((treedef, *map(leaf_key, leaves)), new)
 

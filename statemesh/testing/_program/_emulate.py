@@ -22,6 +22,7 @@ from ._trace import (
     as_array,
     is_numpy,
     leaf_key,
+    name_of,
     on_one_device,
     placing_like,
     trace,
@@ -208,8 +209,7 @@ def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
 
     def new() -> tuple[Trace, TracedProgram]:
         traced = trace(mapped, treedef, leaves)
-        name = getattr(mapped, "__name__", type(mapped).__name__)
-        return traced, TracedProgram(name, traced.closed, traced.paths)
+        return traced, TracedProgram(name_of(mapped), traced.closed, traced.paths)
 
     traced, program = cache.get(key, new)
     if program.holds_tracers:
