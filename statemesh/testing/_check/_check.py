@@ -20,7 +20,8 @@ from .._program._numbers import Rounding
 from .._types import Numbers, PyTree
 from . import _report as report
 from . import _values as values
-from ._judge import Judge, Mismatch, excused, unequal_copies
+from ._copies import unequal_copies
+from ._judge import Judge, Mismatch, excused
 from ._programs import Args, Chain, FunctionOnMesh, Program, chained, results_of
 from ._subject import Subject
 from ._untested import CallsMade

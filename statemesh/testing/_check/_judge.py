@@ -1,9 +1,7 @@
 """Which numbers of a result differ from those of the reference by more than rounding explains."""
 
 import dataclasses
-import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property
 from typing import Any
@@ -22,15 +20,11 @@ from .._program._numbers import (
     Rounding,
     allowed,
     always,
-    data_of,
     distances,
     flushed,
-    is_inexact,
-    is_key,
     least,
     numbers,
 )
-from .._program._stacked import names_of_spec
 from .._program._trace import is_number_or_type
 from .._types import Numbers, PyTree
 from ._programs import Chain
@@ -119,7 +113,7 @@ class Mismatch:
     def shards(self) -> list[str]:
         """The shards that hold the number with the largest difference."""
         parts, shape = self.leaf.parts, self.want.shape
-        return [errors.axes_str(at) for at, index in parts if _covers(index, self.worst, shape)]
+        return [errors.axes_str(at) for at, index in parts if covers(index, self.worst, shape)]
 
     @cached_property
     def size(self) -> float:
@@ -308,125 +302,7 @@ def _unclear(want: Numbers, difference: Numbers, limit: Numbers) -> Numbers:
     return limit > CLEAR * np.maximum(size, typical)
 
 
-# Copies on devices
-
-
-def unequal_copies(leaf: Leaf, step: int, number: int, chains: tuple[Chain, Chain]) -> str | None:
-    """A line on the number of which devices hold copies that differ most beyond rounding, if there is one.
-
-    An array has copies where several devices hold the same part of it. Keys are compared by their data, and
-    complex numbers by their real and imaginary parts, of which the larger difference counts. The difference
-    is infinite where some copies are NaN and others are not.
-    """
-    array = leaf.array
-    if not isinstance(array, jax.Array):
-        return None
-    copies: dict[str, list[Any]] = defaultdict(list)
-    shards = array.addressable_shards
-    for shard in shards:
-        copies[repr(shard.index)].append(shard)
-    if len(copies) == len(shards):
-        return None
-    spread = np.zeros(array.shape)
-    for same in copies.values():
-        # The index of keys has an entry more, for their data.
-        part = same[0].index[: array.ndim]
-        spread[part] = _spread([_components(shard.data) for shard in same])
-    if not spread.any():
-        return None
-    limit = np.zeros(array.shape)
-    if not is_key(array):  # A key has several numbers, of which none is rounded.
-        want = chains[1].exact[step].numbers[number]
-        moved = chains[0].moved("own", MANY_RUNS)[step][number]
-        limit = np.broadcast_to(allowed("own", leaf.dtype, want, moved), array.shape)
-    # Where nothing is allowed, a larger spread still exceeds that by more.
-    smallest = 1e-12 * float(spread.max(initial=0.0, where=np.isfinite(spread)))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        times = spread / np.maximum(limit, smallest)
-    # An allowance that is NaN allows nothing.
-    times = np.where(spread <= limit, 0.0, np.where(np.isnan(times), np.inf, times))
-    if not times.any():
-        return None
-    at = tuple(map(int, np.unravel_index(int(np.argmax(times)), spread.shape)))
-    holders = [shard for shard in shards if _covers(shard.index, at, array.shape)]
-    starts = [
-        part.indices(side)[0] for part, side in zip(holders[0].index, array.shape, strict=False)
-    ]
-    inside = tuple(k - start for k, start in zip(at, starts, strict=True))
-    values = [_components(shard.data)[inside] for shard in holders]
-    low, high = max(
-        itertools.combinations(range(len(values)), 2),
-        key=lambda pair: float(_spread([values[k][None] for k in pair])[0]),
-    )
-    devices = [_where_on_mesh(array.sharding, holders[k].device) for k in (low, high)]
-    first, second = (_shown(leaf, values[k]) for k in (low, high))
-    left_out: list[str] = []
-    if isinstance(array.sharding, NamedSharding):
-        split = names_of_spec(array.sharding.spec)
-        left_out = [repr(name) for name in array.sharding.mesh.axis_names if name not in split]
-    spec = errors.spec_str(getattr(array.sharding, "spec", None) or ())
-    index = f" at {list(at)}" if at else ""
-    along = f" along {', '.join(left_out)}" if left_out else ""
-    rounding = f", {limit[at]:.1g} would be rounding" if limit[at] else ""
-    return (
-        f"  - {leaf.path}: {errors.array_str(array)} with spec {spec} has one value for all shards{along}, "
-        f"but{index} it is {first} on shard {devices[0]} and {second} on shard {devices[1]} (off by "
-        f"{spread[at]:.4g}{rounding})."
-    )
-
-
-def _covers(index: tuple[slice, ...], at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def covers(index: tuple[slice, ...], at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether a part of an array has a number."""
     sides = zip(index, at, shape, strict=False)
     return all(k in range(*part.indices(side)) for part, k, side in sides)
-
-
-def _where_on_mesh(sharding: Any, device: Any) -> str:
-    if not isinstance(sharding, NamedSharding):
-        return f"device {device.id}"
-    (place,) = np.argwhere(sharding.mesh.devices == device)
-    return errors.axes_str(dict(zip(sharding.mesh.axis_names, map(int, place), strict=True)))
-
-
-def _shown(leaf: Leaf, components: Numbers) -> str:
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return f"{complex(*components):.6g}"
-    if is_inexact(leaf.dtype):
-        return f"{float(components[0]):.6g}"
-    if leaf.dtype == np.bool_:
-        return str(bool(components[0]))
-    integers = [int(x) for x in components]
-    return str(integers if is_key(leaf.array) else integers[0])
-
-
-def _components(x: jax.Array) -> Numbers:
-    """The numbers of an array, in a type in which NumPy compares all of them, with one more axis.
-
-    The last axis has the real and the imaginary part, or the numbers of a key.
-    """
-    values = np.asarray(data_of(x))
-    if is_key(x):
-        return values.reshape((*x.shape, -1)).astype(np.uint64)
-    if jnp.issubdtype(values.dtype, jnp.complexfloating):
-        return np.stack([values.real, values.imag], axis=-1).astype(np.float64)
-    if jnp.issubdtype(values.dtype, jnp.floating):
-        return values.astype(np.float64)[..., None]
-    signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
-    return values.astype(np.int64 if signed else np.uint64)[..., None]
-
-
-def _spread(copies: list[Numbers]) -> Numbers:
-    """For each number the difference between the largest and the smallest copy of it."""
-    first, *rest = copies
-    if all(np.array_equal(first, other) for other in rest):
-        return np.zeros(first.shape[:-1])
-    if first.dtype.kind in "iu":
-        high, low = np.max(copies, axis=0), np.min(copies, axis=0)
-        # In unsigned numbers the difference of any two integers is exact.
-        return (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64).max(axis=-1)
-    missing = np.isnan(copies)
-    some, every = missing.any(axis=0), missing.all(axis=0)
-    high, low = np.fmax.reduce(copies), np.fmin.reduce(copies)
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.where((high == low) | every, 0.0, high - low)
-    return np.where(some & ~every, np.inf, difference).max(axis=-1)

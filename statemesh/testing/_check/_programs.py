@@ -28,7 +28,6 @@ from .._program._numbers import (
 )
 from .._program._trace import leaf_key, name_of, trace, weighted_gradient
 from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
-from . import _report as report
 from ._feedback import path_of
 
 
@@ -458,10 +457,10 @@ class FunctionOnMesh:
             if selected.constant:
                 mapped = self._map(_with_constants(self.fun, selected.constant))
             if unsharded:
-                return Program(report.ONE_DEVICE, mapped.unsharded, selected)
+                return Program("the function on one device", mapped.unsharded, selected)
             context = self._set_mesh if selected else nullcontext
             # Where results depend on the mesh, each mesh has a reference of its own.
-            return Program(report.EMULATED, mapped, selected, context)
+            return Program("what emulate gives", mapped, selected, context)
 
         return self._programs.get((selected, unsharded), new)
 

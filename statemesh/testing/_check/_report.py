@@ -17,11 +17,6 @@ UNEVEN = "    Some shards would wait in these collectives for others that never 
 # So many lines on results that are off; the others are counted.
 MOST_RESULTS = 4
 
-# What results are compared with.
-ONE_DEVICE = "the function on one device"
-UNSHARDED = "the unsharded function"
-EMULATED = "what emulate gives"
-
 
 def not_equivalent(
     name: str, failed: Sequence[str], agreed: Sequence[str], fed_back: FeedBack | None
@@ -76,10 +71,10 @@ def _off(mismatch: Mismatch) -> str:
     )
     index = f" at {list(at)}" if at else ""
     if not (math.isfinite(abs(got)) and math.isfinite(abs(want))):
-        off = f"{_short(got)}{index}, should be {_short(want)}"
+        off = f"{short(got)}{index}, should be {short(want)}"
     else:
         amount = float(mismatch.deviation[at])
-        off = f"off by {amount:.4g}{index}, where it is {_short(got)} and should be {_short(want)}"
+        off = f"off by {amount:.4g}{index}, where it is {short(got)} and should be {short(want)}"
     if not mismatch.leaf.parts:
         there = ""
     elif len(mismatch.shards) == len(mismatch.leaf.parts):
@@ -106,7 +101,7 @@ def broken_promises(promises: Sequence[BrokenPromise]) -> list[str]:
     return [*lines, UNEVEN if promises[0].control else UNREDUCED]
 
 
-def _short(x: object) -> str:
+def short(x: object) -> str:
     return f"{x:.6g}" if isinstance(x, float | complex) else str(x)
 
 

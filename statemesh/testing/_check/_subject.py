@@ -14,7 +14,6 @@ from .._program._doubled import widened
 from .._program._numbers import is_inexact
 from .._program._trace import is_array_or_type, is_number_or_type
 from .._types import Fun, PyTree, tree_util
-from . import _report as report
 from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
 from ._form import form_differences
 from ._judge import Leaf, leaves_of
@@ -33,6 +32,7 @@ from ._programs import (
 from ._untested import CallsMade, left_out, never_finite, untested
 
 
+UNSHARDED = "the unsharded function"
 # The number of calls in a row, where something is fed back.
 DEFAULT_STEPS = 3
 
@@ -106,7 +106,7 @@ class Subject:
             reference.form(self.types, self.args)
         except Exception:  # A function of NumPy refuses what JAX traces with in many ways.
             assert callable(self.unsharded)
-            return Program(report.UNSHARDED, self.unsharded, Selection(), is_traced=False)
+            return Program(UNSHARDED, self.unsharded, Selection(), is_traced=False)
         return None
 
     def _function_as_reference(self, selected: Selection) -> Program | None:
@@ -114,7 +114,7 @@ class Subject:
         if not callable(self.unsharded):
             return None
         key = environment(self.unsharded, *held_by(self.args))
-        return kept(key, Program, report.UNSHARDED, self.unsharded, selected)
+        return kept(key, Program, UNSHARDED, self.unsharded, selected)
 
     def _selection(self, first: FunctionOnMesh) -> Selection:
         if self.gradients is False or self._plain is not None:

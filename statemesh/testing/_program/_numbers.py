@@ -87,8 +87,10 @@ def equal(a: Numbers, b: Numbers) -> Numbers:
 
 def distances(a: Numbers, b: Numbers) -> Numbers:
     """The differences between numbers; infinite where only one of the two is NaN or infinite."""
-    if a.dtype.kind in "biu" or b.dtype.kind in "biu":
-        return np.abs(a.astype(np.float64) - b.astype(np.float64))
+    if a.dtype.kind in "biu" and b.dtype.kind in "biu":
+        # Large integers that differ may be one number in double precision.
+        apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
+        return np.where(a == b, 0.0, np.maximum(apart, 1.0))
     with np.errstate(invalid="ignore"):
         difference: Any = np.abs(a - b)
     return np.where(equal(a, b), 0.0, np.where(np.isnan(difference), np.inf, difference))
