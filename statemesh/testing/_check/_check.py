@@ -17,6 +17,7 @@ from .._locate._locate import located_or_why
 from .._program._doubled import narrowed, widened
 from .._program._jaxprs import Equation
 from .._program._numbers import Rounding
+from .._program._trace import on_one_device
 from .._types import Numbers, PyTree
 from . import _report as report
 from . import _values as values
@@ -24,7 +25,7 @@ from ._copies import unequal_copies
 from ._judge import Judge, Mismatch, excused
 from ._programs import Args, Chain, FunctionOnMesh, Program, chained, results_of
 from ._subject import Subject
-from ._untested import CallsMade
+from ._untested import CallsMade, untested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +254,8 @@ class Check:
             args = subject.feed(args, result)
         label = f"saved {source} and placed {calls.on_mesh.label}"
         with subject.noting(label):
-            loaded = values.saved(args)
+            # As what a file holds: on no mesh.
+            loaded = jax.tree.map(on_one_device, args)
             results = chained(calls.on_mesh.mapped, loaded, calls.steps - half, subject.feed)
         if not self._fails(calls, label, results, half):
             self.agreed.append(label)
@@ -304,11 +306,11 @@ class Check:
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
             differentiated=tuple(subject.paths[subject.count :]),
-            constant=subject.constant,
+            constant=tuple(subject.paths[k] for k in subject.selected.constant),
             unjudged=self.judge.unclear["double"],
             only_double=self.judge.unclear["own"],
             untested=(
-                *subject.untested(self.calls_made),
+                *untested(subject, self.calls_made),
                 *map(report.unjudged, self.judge.never_judged),
                 *(report.unended(line, label) for line, label in self.unended.items()),
             ),

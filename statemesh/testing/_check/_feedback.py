@@ -15,8 +15,7 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._caches import is_hashable
-from .._program._numbers import has_shape, is_key
-from .._program._trace import is_numpy
+from .._program._numbers import has_shape, is_key, is_numeric
 from .._types import AnyLeaf, PyTree, tree_util
 
 
@@ -93,12 +92,6 @@ def path_of(keys: tuple[AnyLeaf, ...]) -> str:
 def is_within(path: str, outer: str) -> bool:
     """Whether a path leads to a tree, or to a part of it."""
     return path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
-
-
-def is_numeric(x: AnyLeaf) -> bool:
-    """Whether a leaf is an array of numbers or keys, what stands for one, or a number."""
-    is_array = is_numpy(x) or (has_shape(x) and not isinstance(x, np.ndarray | np.generic))
-    return is_array or isinstance(x, bool | int | float | complex)
 
 
 def kind_of(x: AnyLeaf) -> str:
@@ -431,3 +424,44 @@ def leaf_specs(specs: PyTree, tree: PyTree) -> list[LeafSpec]:
 
 def _is_spec(x: object) -> bool:
     return x is None or isinstance(x, PartitionSpec | sm.PerShard)
+
+
+def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
+    """The numbers of the leaves of a result that are not compared.
+
+    **Arguments:**
+
+    - `name`: what paths call the function.
+    - `leave_out`: a filter of states, the path of a part of the result such as `[1].mean` or
+        `step(...)[1].mean`, or a list of these. A string with a dot, a bracket or nothing in it is a path,
+        any other one a tag. `Where` sees the result, then each of several results.
+
+    **Raises:** `StructureError` for a filter or a path that names nothing in the result; `TypeError` for
+    what is neither.
+    """
+    if leave_out is None or leave_out is False or isinstance(leave_out, sm.filters.Nothing):
+        return frozenset()
+    if isinstance(leave_out, list | tuple):
+        return frozenset().union(*(left_out(name, result, entry) for entry in leave_out))
+    parts = parts_of(result)
+    states = [part for part in parts if sm.is_state(part.node)]
+    if isinstance(leave_out, str) and (not leave_out or set(leave_out) & set(".[(")):
+        path = leave_out.removeprefix(f"{name}(...)").replace('"', "'")
+        hits = [part.leaves for part in parts if part.path == path]
+    else:
+        several = type(result) in (tuple, list)
+        sees_all = sm.filters.to_predicate(leave_out, result)
+        sees_one = [sm.filters.to_predicate(leave_out, x) for x in result] if several else []
+
+        def is_hit(part: Subtree) -> bool:
+            inside = sees_one[part.keys[0].idx] if several and part.keys else None
+            return bool(
+                sees_all(part.keys, part.node) or (inside and inside(part.keys[1:], part.node))
+            )
+
+        hits = [part.leaves for part in states if is_hit(part)]
+    if not hits and leave_out not in (..., True):
+        paths = ", ".join(f"{name}(...){part.path}" for part in states)
+        listed = f"The states are {paths}." if paths else "There are no states in it."
+        raise sm.StructureError(f"leave_out: {leave_out!r} names nothing in the result. {listed}")
+    return frozenset(number for leaves in hits for number in leaves)

@@ -10,9 +10,8 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._caches import environment, equal_values
-from .._program._numbers import has_shape, is_key
+from .._program._numbers import has_shape, is_key, is_numeric
 from .._types import AnyLeaf, PyTree, PyTreeDef, tree_util
-from ._feedback import is_numeric
 
 
 def form_differences(name: str, got: PyTree, want: PyTree, *, dtypes: bool = True) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -22,22 +21,22 @@ from .._program._numbers import (
     always,
     distances,
     flushed,
+    is_numeric,
     least,
     numbers,
 )
-from .._program._trace import is_number_or_type
-from .._types import Numbers, PyTree
+from .._types import Numbers
 from ._programs import Chain
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array of a result.
+    """A leaf of a result. If it is static, it has no numbers.
 
     **Attributes:**
 
     - `path`: the path as the user would type it.
-    - `array`: the array as it was returned, or its type.
+    - `array`: the leaf as it was returned, or the type of an array.
     """
 
     path: str
@@ -66,19 +65,13 @@ class Leaf:
         ]
 
 
-def leaves_of(name: str, result: PyTree) -> list[Leaf]:
-    """The arrays of a result, and its numbers of Python."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(result)
-    return [Leaf(name + jax.tree_util.keystr(keys), x) for keys, x in flat if is_number_or_type(x)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
     """An array that differs from the reference.
 
     **Attributes:**
 
-    - `number`: the number of the array in the result.
+    - `number`: the number of the leaf in the result.
     - `leaf`: the array, where it lies on the mesh, or its type.
     - `got`: its numbers.
     - `want`: the numbers of the reference.
@@ -144,8 +137,8 @@ class Judge:
     **Attributes:**
 
     - `tolerance`: the largest difference relative to the largest number of an array, if one is given.
-    - `left_out`: the numbers of the arrays that are not compared.
-    - `exact`: the numbers of the arrays to which `tolerance` does not apply.
+    - `left_out`: the numbers of the leaves that are not compared.
+    - `exact`: the numbers of the leaves to which `tolerance` does not apply.
     - `unclear`: in double precision and in the program's own dtypes, for each path the count of numbers that
         are not judged, since rounding alone may change them by more than a few per cent.
     - `judged`: for each path and each mesh whether a number of it was ever judged.
@@ -191,7 +184,7 @@ class Judge:
 
         wanted = chains[1].exact[step].numbers
         for number, (leaf, mine, want) in enumerate(zip(leaves, got, wanted, strict=False)):
-            if number in self.left_out:
+            if number in self.left_out or not is_numeric(leaf.array):
                 continue
             if mine.shape != want.shape:
                 nothing = np.zeros(want.shape)

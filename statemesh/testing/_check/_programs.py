@@ -28,7 +28,6 @@ from .._program._numbers import (
 )
 from .._program._trace import leaf_key, name_of, trace, weighted_gradient
 from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
-from ._feedback import path_of
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -163,12 +162,6 @@ def with_gradient(call: Fun, selected: Selection) -> Fun:
     return both
 
 
-def gradient_paths(args: PyTree, selected: Selection) -> list[str]:
-    """The paths by which the gradient is taken."""
-    flat, _ = tree_util.tree_flatten_with_path(args)
-    return [f"the gradient by {path_of(flat[k][0])}" for k in selected.by]
-
-
 def differentiable(selected: Selection, traces: Callable[[Selection], Any]) -> Selection:
     """The selection without the results that have no derivative.
 
@@ -249,7 +242,7 @@ class Program:
         def new() -> Doubled:
             with self._context():
                 traced = trace(self._call, treedef, leaves)
-            return Doubled(name_of(self._call), traced)
+            return Doubled(name_of(self._call), traced, leaves)
 
         return self._doubled.get((treedef, *map(leaf_key, leaves)), new)
 

@@ -5,31 +5,27 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
-import hypothesis
 import jax
 from jax.sharding import PartitionSpec
 
 from .._caches import environment, held_by
 from .._program._doubled import widened
 from .._program._numbers import is_inexact
-from .._program._trace import is_array_or_type, is_number_or_type
 from .._types import Fun, PyTree, tree_util
-from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
+from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs, left_out, path_of
 from ._form import form_differences
-from ._judge import Leaf, leaves_of
+from ._judge import Leaf
 from ._programs import (
     Args,
     FunctionOnMesh,
     Program,
     Selection,
     differentiable,
-    gradient_paths,
     inexact_leaves,
     kept,
     learns,
     results_of,
 )
-from ._untested import CallsMade, left_out, never_finite, untested
 
 
 UNSHARDED = "the unsharded function"
@@ -48,9 +44,9 @@ class Subject:
     - `form`: the results with types in the place of arrays.
     - `feed_back`: what of the results the next call gets.
     - `in_a_row`: the number of calls in a row.
-    - `left_out`: the numbers of the arrays of the results that are not compared.
+    - `left_out`: the numbers of the leaves of the results that are not compared.
     - `selected`: what is differentiated.
-    - `paths`, `count`: the paths of the results and of the gradient; how many of them are results.
+    - `paths`, `count`: the paths of the leaves of the results and of the gradient; how many are results.
     """
 
     name: str
@@ -73,17 +69,18 @@ class Subject:
             self.form = self._call.trace.form
         self.feed_back = self._feed_back(first)
         self.in_a_row = self.steps or (DEFAULT_STEPS if self.feed_back else 1)
-        leaves = tree_util.tree_leaves(self.form)
-        arrays = [k for k, x in enumerate(leaves) if is_number_or_type(x)]
-        # For each leaf of the results that is an array, its number among the arrays.
-        self._numbers = {leaf: number for number, leaf in enumerate(arrays)}
-        self._without = left_out(self.name, self.form, self.leave_out)
-        self.left_out = {self._numbers[k] for k in self._without if k in self._numbers}
+        self.left_out = left_out(self.name, self.form, self.leave_out)
         self.selected = self._selection(first)
         self._reference = self._plain or self._function_as_reference(self.selected)
-        results = [leaf.path for leaf in leaves_of(f"{self.name}(...)", self.form)]
+        by, results = (
+            [keys for keys, _ in tree_util.tree_flatten_with_path(tree)[0]]
+            for tree in (self.types, self.form)
+        )
         self.count = len(results)
-        self.paths = results + gradient_paths(self.types, self.selected)
+        self.paths = [
+            *(f"{self.name}(...){jax.tree_util.keystr(keys)}" for keys in results),
+            *(f"the gradient by {path_of(by[k])}" for k in self.selected.by),
+        ]
 
     def _feed_back(self, first: FunctionOnMesh) -> FeedBack:
         args, kwargs = self.types
@@ -130,14 +127,7 @@ class Subject:
     def _is_written(self, argument: int) -> bool:
         """Whether a call gives a new value for a leaf of the arguments, by its number."""
         result = dict(self.feed_back.numbers).get(argument)
-        return result is not None and not self._call.is_untouched(self.types, argument, result)
-
-    @property
-    def constant(self) -> tuple[str, ...]:
-        """The paths of the results that have no derivative."""
-        flat, _ = tree_util.tree_flatten_with_path(self.form)
-        keys = (flat[k][0] for k in self.selected.constant)
-        return tuple(f"{self.name}(...){jax.tree_util.keystr(key)}" for key in keys)
+        return result is not None and not self._call.is_untouched(argument, result)
 
     def reference(self, on_mesh: FunctionOnMesh) -> Program:
         """What the calls on a mesh are compared with."""
@@ -156,30 +146,21 @@ class Subject:
         return self.feed_back.apply(*args, results_of(results))
 
     def leaves(self, results: PyTree) -> list[Leaf]:
-        """The arrays of the results, and of the gradient if it is there, with their paths."""
-        pairs = zip(leaves_of("", results), self.paths, strict=False)
-        return [dataclasses.replace(leaf, path=path) for leaf, path in pairs]
+        """The leaves of the results, and of the gradient if it is there, with their paths."""
+        return list(map(Leaf, self.paths, jax.tree.leaves(results)))
 
-    def untested(self, calls: CallsMade) -> list[str]:
-        """What the calls have not tested, in words."""
-        # The other examples of a property have other meshes.
-        one_of_many = hypothesis.currently_in_test_context()
-        sizes = [] if one_of_many else [dict(on_mesh.mesh.shape) for on_mesh in self.meshes]
-        drawn = self._call.drawn(self.types)
-        leaves = [self.leaves(result) for _, result in calls]
-        return [
-            *untested(calls, self.feed_back, sizes, drawn, self.steps, self._without),
-            *never_finite(leaves, self.left_out),
-        ]
+    @property
+    def drawn(self) -> Collection[int]:
+        """The numbers of the leaves of the arguments from which random numbers are drawn."""
+        return self._call.drawn
 
     @property
     def exact(self) -> set[int]:
-        """The numbers of the arrays of the results that are computed without floats."""
-        inputs = [x for x in tree_util.tree_leaves(self.types) if is_array_or_type(x)]
-        leaves = [k for k, x in enumerate(tree_util.tree_leaves(self.form)) if is_array_or_type(x)]
+        """The numbers of the leaves of the results that are arrays and computed without floats."""
+        inputs = tree_util.tree_leaves(self.types)
         return {
-            self._numbers[k]
-            for k, sources in zip(leaves, self._call.sources, strict=True)
+            number
+            for number, sources in self._call.sources.items()
             if not any(is_inexact(inputs[source].dtype) for source in sources)
         }
 

@@ -1,6 +1,5 @@
-"""Other values for the same arguments: generic, large, with NaN on one shard, or read from a file."""
+"""Other values for the same arguments: generic, large, or with NaN on one shard."""
 
-import io
 from collections.abc import Callable, Collection
 
 import equinox as eqx
@@ -10,7 +9,7 @@ import numpy as np
 
 import statemesh as sm
 
-from .._program._numbers import data_of, is_key
+from .._program._numbers import is_key
 from .._program._trace import on_one_device
 from .._types import AnyLeaf, PyTree, tree_util
 from ._feedback import is_within, path_of
@@ -112,20 +111,3 @@ def _as_array(x: AnyLeaf) -> AnyLeaf:
         return jnp.asarray(x)
     x = on_one_device(x)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
-
-
-def saved(tree: PyTree) -> PyTree:
-    """A tree whose arrays were written to a file and read from it."""
-    return jax.tree.map(lambda x: _through_file(x) if eqx.is_array(x) else x, tree)
-
-
-def _through_file(x: jax.Array) -> jax.Array:
-    file = io.BytesIO()
-    data = np.asarray(data_of(x))
-    # As bytes: the format of NumPy does not know bfloat16 and the like.
-    np.save(file, data.reshape(-1).view(np.uint8))
-    file.seek(0)
-    loaded = np.load(file).view(data.dtype).reshape(data.shape)
-    if is_key(x):
-        return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
-    return jnp.asarray(loaded)

@@ -1,6 +1,7 @@
 """A call in double precision, with all shards on one device."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from .._caches import Recent
 from .._errors import BrokenPromise
 from .._types import AnyLeaf, Fun, Numbers, PyTree
-from ._jaxprs import Equation, Sources, rounded_literals, sources_of
+from ._jaxprs import Equation, rounded_literals, sources_of
 from ._noise import Noisy, Promoted
 from ._numbers import is_inexact, numbers, promoted
 from ._replay import Replay
@@ -19,7 +20,6 @@ from ._trace import (
     NO_MESH,
     Trace,
     is_array_or_type,
-    is_number_or_type,
     on_one_device,
     type_of,
 )
@@ -87,7 +87,7 @@ class Called:
 
     @cached_property
     def numbers(self) -> list[Numbers]:
-        return [numbers(x) for x in jax.tree.leaves(self.results.values) if is_number_or_type(x)]
+        return [numbers(x) for x in jax.tree.leaves(self.results.values)]
 
 
 class Doubled:
@@ -98,11 +98,23 @@ class Doubled:
     - `trace`: the traced call.
     - `own_dtype`: the operations that could not run in double precision, once it has run.
     - `loops`: whether it has loops that might not end.
+    - `sources`: for each array of the results the arrays of the arguments that it depends on, all by the
+        numbers of their leaves.
+    - `drawn`: the numbers of the leaves of the arguments from which random numbers are drawn.
     """
 
-    def __init__(self, name: str, traced: Trace) -> None:
-        self.trace, self._jaxpr = traced, traced.closed.jaxpr
-        self._replay = Replay(name, self._jaxpr)
+    def __init__(self, name: str, traced: Trace, args: Sequence[AnyLeaf]) -> None:
+        self.trace, jaxpr = traced, traced.closed.jaxpr
+        inputs = [k for k, x in enumerate(args) if is_array_or_type(x)]
+        outputs = [k for k, x in enumerate(jax.tree.leaves(traced.form)) if is_array_or_type(x)]
+        sources, drawn = sources_of(jaxpr)
+        self.sources = {
+            k: [inputs[i] for i in of_array] for k, of_array in zip(outputs, sources, strict=True)
+        }
+        self.drawn = {inputs[i] for i in drawn}
+        self._arguments = dict(zip(inputs, jaxpr.invars, strict=True))
+        self._results = dict(zip(outputs, jaxpr.outvars, strict=True))
+        self._replay = Replay(name, jaxpr)
         self._replay.arithmetic = arithmetic = Promoted()
         self.own_dtype, self.loops = arithmetic.own_dtype, self._replay.loops
         self._exact = jax.jit(self._replay, compiler_options=compile_fast())
@@ -136,22 +148,6 @@ class Doubled:
     def literals(self) -> frozenset[tuple[str, float]]:
         return rounded_literals(self.trace.closed)
 
-    @cached_property
-    def _flow(self) -> tuple[list[Sources], Sources]:
-        return sources_of(self._jaxpr)
-
-    @property
-    def sources(self) -> list[Sources]:
-        """For each array of the results, the numbers of the arrays of the arguments that it depends on."""
-        return self._flow[0]
-
-    def drawn(self, types: PyTree) -> frozenset[int]:
-        """The numbers of the leaves of the arguments from which random numbers are drawn."""
-        arrays = [k for k, x in enumerate(jax.tree.leaves(types)) if is_array_or_type(x)]
-        return frozenset(arrays[k] for k in self._flow[1])
-
-    def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
+    def is_untouched(self, argument: int, result: int) -> bool:
         """Whether a leaf of the results is a leaf of the arguments, each by its number."""
-        ins = sum(map(is_array_or_type, jax.tree.leaves(types)[:argument]))
-        outs = sum(map(is_array_or_type, jax.tree.leaves(self.trace.form)[:result]))
-        return self._jaxpr.invars[ins] is self._jaxpr.outvars[outs]
+        return self._arguments.get(argument) is self._results.get(result)

@@ -14,13 +14,13 @@ from .. import _errors as errors
 from .._caches import Recent
 from .._types import Fun, PyTree, tree_util
 from ._jaxprs import Jaxpr, as_function, is_identity, is_literal
+from ._numbers import is_numpy
 from ._replay import Differences, Replay
 from ._trace import (
     NO_MESH,
     Placing,
     Trace,
     as_array,
-    is_numpy,
     leaf_key,
     name_of,
     on_one_device,

@@ -101,21 +101,11 @@ def is_array_or_type(x: object) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
-def is_numpy(x: object) -> bool:
-    """Whether a leaf is an array of NumPy that JAX traces: those of strings or objects are static."""
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"
-
-
 def leaf_key(x: AnyLeaf) -> Hashable:
     """What a traced program knows of a leaf of its arguments."""
     if is_array_or_type(x):
         return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
     return static_key(x)
-
-
-def is_number_or_type(x: object) -> bool:
-    """Whether a leaf is an array, the type of one, or a number of Python."""
-    return eqx.is_array_like(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def name_of(fun: Fun) -> str:
