@@ -214,3 +214,10 @@ def test_a_function_of_numpy_is_compared_without_dtypes() -> None:
     assert differences(lambda x: x.sum(), lambda x: float(np.asarray(x).sum())) == []
     said = differences(lambda x: jax.random.key(0), lambda x: np.asarray(x))
     assert said == [": key<fry>[], should be float32[2]"]
+
+
+def test_arrays_of_strings_are_static_in_every_way_to_call() -> None:
+    def f(x: Any) -> Any:
+        return Net(x, np.array(["a", "b"]))
+
+    assert_equivalent(f, (X,), meshes=[{"x": 2}], in_specs=P("x"), out_specs=P("x"))

@@ -188,8 +188,8 @@ def find(
     """
     # The arguments as a whole, and those by keyword as a whole, are no part of them.
     inner = [part for part in parts_of((tuple(args), dict(kwargs))) if len(part.keys) > 1]
-    arguments = _Subtrees(inner, lambda part: path_of(part.keys), in_specs)
-    returned = _Subtrees(parts_of(result), lambda part: f"{name}(...){part.path}", out_specs)
+    arguments = _Side(inner, lambda part: path_of(part.keys), in_specs)
+    returned = _Side(parts_of(result), lambda part: f"{name}(...){part.path}", out_specs)
     if named is None:
         pairs = _by_structure(arguments, returned)
     else:
@@ -202,8 +202,8 @@ def find(
     )
 
 
-class _Subtrees:
-    """The parts of the arguments, or those of the result, and which of them are still free."""
+class _Side:
+    """The parts with arrays of the arguments, or those of the result, and which of them are still free."""
 
     def __init__(
         self,
@@ -211,26 +211,22 @@ class _Subtrees:
         path: Callable[[Subtree], str],
         specs: Sequence[LeafSpec] | None,
     ) -> None:
-        self.parts, self.path, self.specs = parts, path, specs
-        self._used = [False] * max((part.leaves.stop for part in parts), default=0)
+        self.whole, self.path = parts[0], path
+        self.parts = [part for part in parts if part.arrays]
+        # The entries of the specs that are known, by the numbers of the leaves.
+        known = enumerate(specs or ())
+        self._specs = {number: _plain(spec) for number, spec in known if spec is not None}
+        self._used: set[int] = set()
 
-    def is_free(self, part: Subtree) -> bool:
-        return not any(self._used[part.leaves.start : part.leaves.stop])
+    def free(self, parts: Iterable[Subtree]) -> list[Subtree]:
+        return [part for part in parts if self._used.isdisjoint(part.leaves)]
 
     def use(self, part: Subtree) -> None:
-        for number in part.leaves:
-            self._used[number] = True
+        self._used.update(part.leaves)
 
     def placed(self, part: Subtree) -> list[tuple[Any, ...] | None]:
         """For each leaf of a part the entries of its spec; `None` where it is not known."""
-        if self.specs is None:
-            return [None] * len(part.leaves)
-        specs = self.specs[part.leaves.start : part.leaves.stop]
-        return [None if spec is None else _plain(spec) for spec in specs]
-
-    def is_split(self, part: Subtree) -> bool:
-        """Whether some leaf is split, or may be."""
-        return any(entries != () for entries in self.placed(part))
+        return [self._specs.get(number) for number in part.leaves]
 
 
 def _plain(spec: PartitionSpec | sm.PerShard) -> tuple[Any, ...]:
@@ -246,7 +242,7 @@ def _plain(spec: PartitionSpec | sm.PerShard) -> tuple[Any, ...]:
 Match: TypeAlias = tuple[Subtree, Subtree]
 
 
-def _by_structure(arguments: _Subtrees, returned: _Subtrees) -> list[Match]:
+def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
     """The largest parts that fit, then arrays that stand by themselves."""
     pairs: list[Match] = []
 
@@ -261,43 +257,36 @@ def _by_structure(arguments: _Subtrees, returned: _Subtrees) -> list[Match]:
         same = all(p is None or q is None or p == q for p, q in specs)
         return same and (a.in_state or _kinds_agree(a, b, kind_of))
 
-    alike = list(_alike(arguments.parts, returned.parts))
+    def is_carried(part: Subtree) -> bool:
+        """Whether a part of the result is by its structure more than outputs."""
+        several = part.arrays > 1 and part is not returned.whole
+        return part.depth > 0 and (part.in_state or part.is_named or several)
+
+    by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
+    for which, side in enumerate((arguments, returned)):
+        for part in side.parts:
+            by_form[part.form][which].append(part)
+    alike = [both for both in by_form.values() if all(both)]
+    alike.sort(key=lambda both: (-both[0][0].arrays, -both[0][0].depth))
+    for some, others in alike:
+        carried = [part for part in returned.free(others) if is_carried(part)]
+        if some[0].depth > 0:
+            take(_matched(arguments.free(some), carried, fits))
     for some, others in alike:
         if some[0].depth == 0:
-            continue
-        take(
-            _matched(
-                [part for part in some if arguments.is_free(part)],
-                [part for part in others if returned.is_free(part) and _is_carried(part, returned)],
-                fits,
-            )
+            named = _under_one_name(arguments.free(some), returned.free(others), fits)
+            take([pair for pair in named if _same_dtypes(*pair)])
+        # The only two of a shape and dtype that are split on neither side. A single number is none of them.
+        left, right = (
+            [x for x in side.free(parts) if not any(side.placed(x)) and None not in side.placed(x)]
+            for side, parts in ((arguments, some), (returned, others))
         )
-    for some, others in alike:
-        some = [part for part in some if arguments.is_free(part)]
-        others = [part for part in others if returned.is_free(part)]
-        same = [pair for pair in _under_one_name(some, others, fits) if _same_dtypes(*pair)]
-        take(same if some[:1] and some[0].depth == 0 else ())
-        take(_only_pair(arguments, returned, some, others))
+        for a in left:
+            rivals = [x for x in left if _same_dtypes(x, a)]
+            fitting = [b for b in right if _same_dtypes(a, b)]
+            if len(rivals) == len(fitting) == 1 and (a.depth > 0 or np.shape(a.node)):
+                take([(a, fitting[0])])
     return pairs
-
-
-def _alike(
-    some: list[Subtree], others: list[Subtree]
-) -> Iterator[tuple[list[Subtree], list[Subtree]]]:
-    """The parts of either side by their form, the largest first. Parts without arrays are left out."""
-    by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
-    for which, parts in enumerate((some, others)):
-        for part in parts:
-            if part.arrays:
-                by_form[part.form][which].append(part)
-    both = [pair for pair in by_form.values() if all(pair)]
-    yield from sorted(both, key=lambda pair: (-pair[0][0].arrays, -pair[0][0].depth))
-
-
-def _is_carried(part: Subtree, side: _Subtrees) -> bool:
-    """Whether a part is by its structure more than outputs."""
-    several = part.arrays > 1 and part is not side.parts[0]
-    return part.depth > 0 and (part.in_state or part.is_named or several)
 
 
 def _matched(
@@ -340,25 +329,8 @@ def _same_dtypes(a: Subtree, b: Subtree) -> bool:
     return _kinds_agree(a, b, lambda x: getattr(x, "dtype", None) or kind_of(x))
 
 
-def _only_pair(
-    arguments: _Subtrees, returned: _Subtrees, some: list[Subtree], others: list[Subtree]
-) -> Iterator[Match]:
-    """The one pair of arrays of a shape and dtype that are split on neither side."""
-    left = [part for part in some if not arguments.is_split(part) and _has_axes(part)]
-    right = [part for part in others if not returned.is_split(part) and _has_axes(part)]
-    for a in left:
-        rivals = [x for x in left if _same_dtypes(x, a)]
-        fitting = [b for b in right if _same_dtypes(a, b)]
-        if len(rivals) == len(fitting) == 1:
-            yield a, fitting[0]
-
-
-def _has_axes(part: Subtree) -> bool:
-    return part.depth > 0 or len(np.shape(part.node)) > 0
-
-
 def _named(
-    arguments: _Subtrees, returned: _Subtrees, items: list[tuple[str, str]], name: str
+    arguments: _Side, returned: _Side, items: list[tuple[str, str]], name: str
 ) -> list[Match]:
     """The pairs of parts that have these paths."""
     pairs = []
@@ -370,7 +342,7 @@ def _named(
                 f"feed_back: {returned.path(b)} cannot become {arguments.path(a)}, because structures or "
                 f"shapes differ: {_what(b)}, and the argument is {_what(a)}."
             )
-        if not (arguments.is_free(a) and returned.is_free(b)):
+        if not (arguments.free([a]) and returned.free([b])):
             raise sm.StructureError(
                 f"feed_back: {returned.path(b)} becomes {arguments.path(a)}, and one of the two is in "
                 "another pair already. Name each part once."
@@ -381,12 +353,12 @@ def _named(
     return pairs
 
 
-def _part_at(side: _Subtrees, path: str, what: str) -> Subtree:
+def _part_at(side: _Side, path: str, what: str) -> Subtree:
     wanted = path.replace('"', "'")
     for part in side.parts:
-        if part.arrays and side.path(part) == wanted:
+        if side.path(part) == wanted:
             return part
-    known = [side.path(part) for part in side.parts if part.arrays]
+    known = [side.path(part) for part in side.parts]
     near = ", ".join(difflib.get_close_matches(path, known, 4, 0.0))
     owner = "the arguments have" if what == "args" else "the result has"
     raise sm.StructureError(

@@ -26,7 +26,7 @@ from .._program._numbers import (
     distances,
     is_inexact,
 )
-from .._program._trace import leaf_key, name_of, trace, weighted_gradient
+from .._program._trace import is_array_or_type, leaf_key, name_of, trace, weighted_gradient
 from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
 
 
@@ -150,7 +150,7 @@ def with_gradient(call: Fun, selected: Selection) -> Fun:
                 filled[number] = x
             again, named = treedef.unflatten(filled)
             result = call(*again, **named)
-            arrays, statics = eqx.partition(result, eqx.is_array)
+            arrays, statics = eqx.partition(result, is_array_or_type)
             rest[:] = [statics]
             flat = tree_util.tree_leaves(result)
             return [flat[k] for k in selected.of if k < len(flat)], arrays
@@ -274,11 +274,11 @@ class Program:
 
     def jitted(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the function inside `jax.jit`."""
-        arrays, statics = eqx.partition((args, kwargs), eqx.is_array)
+        arrays, statics = eqx.partition((args, kwargs), is_array_or_type)
 
         def whole(arrays: PyTree) -> PyTree:
             args, kwargs = eqx.combine(arrays, statics)
-            result, rest = eqx.partition(self._call(*args, **kwargs), eqx.is_array)
+            result, rest = eqx.partition(self._call(*args, **kwargs), is_array_or_type)
             return result, StaticLeaves(rest)
 
         new = lambda: jax.jit(whole, compiler_options=compile_fast())
