@@ -13,6 +13,7 @@ import numpy as np
 
 from .._axes._reduction import GRADIENT, LOSS
 from .._base._errors import first_paths
+from .._base._libraries import OWN_FOLDER, is_library
 from .._base._types import Array, AxisName, Leaf, flat_names
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
@@ -23,12 +24,9 @@ from ._explanation import Collective
 Frame: TypeAlias = tuple[str, int]
 
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # The files whose frames tell that a policy merges a state, or that a gradient or the loss is reduced.
-_POLICIES = os.path.join(_OWN, "_call", "_per_shard.py")
-_GRADIENTS = os.path.join(_OWN, "_axes", "_reduction.py")
-# Libraries that stand around users' functions, and around ours. Nobody looks for a line there.
-_AROUND = re.compile(r"[\\/]site-packages[\\/](equinox|jaxtyping|beartype)[\\/]|^<@beartype")
+_POLICIES = os.path.join(OWN_FOLDER, "_call", "_per_shard.py")
+_GRADIENTS = os.path.join(OWN_FOLDER, "_axes", "_reduction.py")
 
 
 def frames_of(eqn: Equation) -> tuple[Frame, ...]:
@@ -39,7 +37,7 @@ def frames_of(eqn: Equation) -> tuple[Frame, ...]:
 
 
 def _is_users(frame: Frame) -> bool:
-    return not frame[0].startswith((_OWN, _JAX)) and not _AROUND.search(frame[0])
+    return not is_library(frame[0])
 
 
 def _files_inside(frames: Sequence[Frame]) -> set[str]:

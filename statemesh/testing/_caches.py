@@ -15,7 +15,7 @@ import numpy as np
 
 import statemesh as sm
 
-from ._libraries import is_library_module
+from .._base._libraries import is_library_module
 from ._program._numbers import data_of
 from ._types import PyTree
 
