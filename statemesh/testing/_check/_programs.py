@@ -26,6 +26,7 @@ from .._program._numbers import (
     distances,
     is_inexact,
 )
+from .._program._replay import BrokenPromise
 from .._program._trace import is_array_or_type, leaf_key, name_of, trace, weighted_gradient
 from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
 
@@ -372,7 +373,7 @@ class Chain:
             self.moved(rounding, FEW_RUNS)
         return self._unended[rounding]
 
-    def broken(self, step: int) -> list[errors.BrokenPromise]:
+    def broken(self, step: int) -> list[BrokenPromise]:
         """The promises that do not hold, where copies differ by more than rounding explains."""
         promises = self.exact[step].broken
         if promises:

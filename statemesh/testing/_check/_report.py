@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from .._errors import BrokenPromise
 from .._locate._locate import NotLocated
 from .._locate._located import Located
-from .._program._replay import MOST_ROUNDS
+from .._program._replay import MOST_ROUNDS, BrokenPromise
 from ._feedback import FeedBack
 from ._judge import Mismatch
 
@@ -97,8 +96,8 @@ def _rounding(mismatch: Mismatch, allowed: float) -> str:
 def broken_promises(promises: Sequence[BrokenPromise]) -> list[str]:
     """Lines on results that are promised to be the same on several shards, and differ."""
     # The results of a call with its gradient are a part of what is traced.
-    lines = [str(promise).replace("(...).results", "(...)") for promise in promises]
-    return [*lines, UNEVEN if promises[0].control else UNREDUCED]
+    lines = [promise.text.replace("(...).results", "(...)") for promise in promises]
+    return [*lines, UNEVEN if promises[0].is_predicate else UNREDUCED]
 
 
 def short(x: object) -> str:

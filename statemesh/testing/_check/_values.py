@@ -37,12 +37,27 @@ def generic(args: PyTree, kept: Collection[str]) -> PyTree:
 
 def large(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays outside of States are as large as float16 can hold."""
-    return _changed(generic(args, kept), kept, _large, in_states=False)
+
+    def make(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        drawn = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
+        return jnp.asarray(drawn.astype(x.dtype))
+
+    return _changed(generic(args, kept), kept, make, in_states=False)
 
 
 def one_nan(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has."""
-    return _changed(generic(args, kept), kept, _one_nan, in_states=False)
+
+    def make(_: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
+        if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
+            return x
+        value = np.array(x)
+        value[tuple(size - 1 for size in x.shape)] = np.nan
+        return jnp.asarray(value)
+
+    return _changed(generic(args, kept), kept, make, in_states=False)
 
 
 def _changed(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
@@ -80,22 +95,6 @@ def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
     drawn = random.uniform(-1, 1, x.shape) * (np.abs(wide).max(initial=0.0) or 1.0)
     # Values that are never negative, such as variances and counts, stay so.
     return jnp.asarray((np.abs(drawn) if wide.min(initial=0.0) >= 0 else drawn).astype(value.dtype))
-
-
-def _large(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    drawn = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
-    return jnp.asarray(drawn.astype(x.dtype))
-
-
-def _one_nan(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
-    del random
-    if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
-        return x
-    value = np.array(x)
-    value[tuple(size - 1 for size in value.shape)] = np.nan
-    return jnp.asarray(value)
 
 
 def as_arrays(args: PyTree) -> PyTree:

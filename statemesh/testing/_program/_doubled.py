@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._caches import Recent
-from .._errors import BrokenPromise
 from .._types import AnyLeaf, Fun, Numbers, PyTree
 from ._jaxprs import Equation, rounded_literals, sources_of
 from ._noise import Noisy, Promoted
 from ._numbers import is_inexact, numbers, promoted
-from ._replay import Replay
+from ._replay import BrokenPromise, Replay
 from ._trace import (
     NO_MESH,
     Trace,

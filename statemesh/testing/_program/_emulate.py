@@ -98,13 +98,13 @@ class TracedProgram:
         if any(isinstance(x, jax.core.Tracer) for x in differences):
             return
         broken = self.replay.broken(differences, self.paths).values()
-        if uneven := "\n".join(str(promise) for promise in broken if promise.control):
+        if uneven := "\n".join(promise.text for promise in broken if promise.is_predicate):
             raise sm.StatemeshError(
                 f"{self.name}: on devices some shards would wait in collectives for others that never come:\n"
                 f"{uneven}\nMove the collectives out, or make the predicate the same on all shards "
                 "(jax.lax.pmax)."
             )
-        if unequal := "\n".join(map(str, broken)):
+        if unequal := "\n".join(promise.text for promise in broken):
             raise sm.StatemeshError(
                 f"{self.name}: results that are promised to be the same on several shards "
                 f"differ:\n{unequal}\nReduce them over these axes inside (jax.lax.psum, pmean), let a "

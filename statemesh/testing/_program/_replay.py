@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 import statemesh as sm
 
 from .. import _errors as errors
-from .._errors import BrokenPromise
 from .._types import AnyLeaf, Numbers
 from . import _jaxprs as jaxprs
 from ._collectives import RULES, collective, communicating_axes, nested_collectives
@@ -43,6 +42,21 @@ _SHARD_BY_SHARD = (
     *("io_callback", "ffi_call"),
 )
 _SAFE_KEYS = ("fry", "threefry2x32")
+
+
+class BrokenPromise(NamedTuple):
+    """A result or a predicate that should be the same on all shards, although their copies differ.
+
+    **Attributes:**
+
+    - `text`: which it is, and by how much and where it differs.
+    - `amount`: the largest difference.
+    - `is_predicate`: whether shards would wait in collectives for others that never come.
+    """
+
+    text: str
+    amount: float
+    is_predicate: bool
 
 
 class Frame:
@@ -411,7 +425,7 @@ class Replay:
         amounts, positions = map(np.asarray, differences)
         named = dict(zip(map(id, self.jaxpr.outvars), paths, strict=False))
         return {
-            number: promise.as_broken(named, float(amounts[number]), positions[number])
+            number: promise.broken(named, float(amounts[number]), positions[number])
             for number, promise in enumerate(self.promises)
             if amounts[number] and promise.index != _UNENDED
         }
@@ -455,30 +469,31 @@ class _Promise:
             self.stacks.append(stack)
         return self.stacks.index(stack)
 
-    def as_broken(
-        self, named: Mapping[int, str], amount: float, position: Numbers
-    ) -> BrokenPromise:
-        """The promise and the difference that was found, as messages describe them."""
+    def broken(self, named: Mapping[int, str], amount: float, position: Numbers) -> BrokenPromise:
+        """The promise, which does not hold, with the largest difference and its position."""
         axes, shape, left = self.stacks[int(position[0])]
         index = tuple(map(int, np.unravel_index(int(position[1]), shape)))
         other = dict(zip(axes, index, strict=False))
         first = {name: 0 if name in left else at for name, at in other.items()}
-        result: Any = self.eqn.outvars[self.index]
-        control, collectives = "", set()
+        shards = errors.axes_str(first), errors.axes_str(other)
         if self.spec is None:
-            control = self.eqn.primitive.name
             collectives = {inner.primitive.name for inner in nested_collectives(self.eqn)}
-        return BrokenPromise(
-            path=named.get(id(result), f"result {self.index} of a shard_map"),
-            what=f"{result.aval.dtype}[{','.join(map(str, result.aval.shape))}]",
-            spec=self.spec,
-            axis_names=left,
-            amount=amount,
-            index=index[len(axes) :],
-            shards=(errors.axes_str(first), errors.axes_str(other)),
-            control=control,
-            collectives=tuple(sorted(collectives)),
-        )
+            inside = ", ".join(f"`{name}`" for name in sorted(collectives))
+            text = (
+                f"  - a `{self.eqn.primitive.name}` with {inside} over {errors.names(left)} inside goes one "
+                f"way on {shards[0]}, another on {shards[1]}"
+            )
+        else:
+            result: Any = self.eqn.outvars[self.index]
+            path = named.get(id(result), f"result {self.index} of a shard_map")
+            inner = index[len(axes) :]
+            at = f"at {list(inner)} " if inner else ""
+            text = (
+                f"  - {path}: {errors.array_str(result.aval)} with out spec {errors.spec_str(self.spec)} is "
+                f"one copy for all shards along {errors.names(left)}, but differs by {amount:.6g} {at}"
+                f"between {shards[0]} and {shards[1]}"
+            )
+        return BrokenPromise(text, amount, self.spec is None)
 
 
 def _promises(jaxpr: Jaxpr) -> Iterator[_Promise]:
