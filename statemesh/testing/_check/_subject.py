@@ -13,7 +13,6 @@ from .._program._doubled import widened
 from .._program._numbers import is_inexact
 from .._types import Fun, PyTree, tree_util
 from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs, left_out, path_of
-from ._form import form_differences
 from ._judge import Leaf
 from ._programs import (
     Args,
@@ -163,12 +162,6 @@ class Subject:
             for number, sources in self._call.sources.items()
             if not any(is_inexact(inputs[source].dtype) for source in sources)
         }
-
-    def other_form(self, results: PyTree, right: PyTree) -> list[str]:
-        """Lines on what differs from the reference in structure, dtypes or static values."""
-        name, dtypes = f"{self.name}(...)", self._plain is None
-        lines = form_differences(name, results_of(results), results_of(right), dtypes=dtypes)
-        return [f"  - {line}." for line in lines]
 
     @contextlib.contextmanager
     def noting(self, label: str, *notes: str) -> Iterator[None]:
