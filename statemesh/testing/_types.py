@@ -11,6 +11,8 @@ from jaxtyping import PyTree as PyTree
 
 Fun: TypeAlias = Callable[..., Any]
 DType: TypeAlias = np.dtype[Any]
+# Positional arguments and keyword arguments.
+Args: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
 # A NumPy array, or the scalar that NumPy makes of an array without axes.
 Numbers: TypeAlias = Any
 # A leaf of a tree: an array, or any object that JAX does not take apart.

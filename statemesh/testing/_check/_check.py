@@ -19,13 +19,13 @@ from .._program._doubled import narrowed, widened
 from .._program._jaxprs import Equation
 from .._program._numbers import Rounding, numbers
 from .._program._trace import on_one_device
-from .._types import Numbers, PyTree
+from .._types import Args, Numbers, PyTree
 from . import _report as report
 from . import _values as values
 from ._copies import unequal_copies
 from ._form import form_differences
 from ._judge import Judge, Mismatch, excused
-from ._programs import Args, Chain, FunctionOnMesh, Program, chained, results_of
+from ._programs import Chain, FunctionOnMesh, Program, chained, results_of
 from ._subject import Subject
 from ._untested import CallsMade, untested
 

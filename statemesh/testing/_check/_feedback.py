@@ -16,7 +16,7 @@ import statemesh as sm
 from .. import _errors as errors
 from .._caches import is_hashable
 from .._program._numbers import has_shape, is_key, is_numeric
-from .._types import AnyLeaf, PyTree, tree_util
+from .._types import AnyLeaf, Args, PyTree, tree_util
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,15 +135,14 @@ class FeedBack:
     def __bool__(self) -> bool:
         return bool(self.pairs)
 
-    def apply(
-        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], result: PyTree
-    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    def apply(self, args: Args, result: PyTree) -> Args:
         """The arguments of the next call."""
-        leaves, structure = tree_util.tree_flatten((tuple(args), dict(kwargs)))
+        leaves, structure = tree_util.tree_flatten(args)
         new = jax.tree.leaves(result)
         for to, source in self.numbers:
             leaves[to] = new[source]
-        return structure.unflatten(leaves)
+        following: Args = structure.unflatten(leaves)
+        return following
 
     def describe(self) -> str:
         """What is fed back, in words."""
@@ -151,14 +150,11 @@ class FeedBack:
 
 
 def find(
-    args: tuple[PyTree, ...],
-    kwargs: Mapping[str, PyTree],
+    args: Args,
     result: PyTree,
-    named: Named | None = None,
-    *,
-    name: str = "fun",
-    in_specs: Sequence[LeafSpec] | None = None,
-    out_specs: Sequence[LeafSpec] | None = None,
+    named: Named | None,
+    name: str,
+    specs: Mapping[str, PyTree] | None,
 ) -> FeedBack:
     """What of a result the next call gets.
 
@@ -178,18 +174,24 @@ def find(
 
     **Arguments:**
 
-    - `args`, `kwargs`, `result`: those of a call, or `ShapeDtypeStruct`s in place of arrays.
+    - `args`, `result`: those of a call, or `ShapeDtypeStruct`s in place of arrays.
     - `named`: pairs of paths, such as `{"args[0]": "[1]"}`, instead of what would be found.
     - `name`: what paths call the function.
-    - `in_specs`, `out_specs`: of each leaf of `(args, kwargs)` and of `result` its placement, as `leaf_specs`
-        gives it.
+    - `specs`: the `in_specs` and `out_specs` of the mapped function, where these are known.
 
     **Raises:** `StructureError` for `named` paths that do not exist, do not fit or overlap.
     """
     # The arguments as a whole, and those by keyword as a whole, are no part of them.
-    inner = [part for part in parts_of((tuple(args), dict(kwargs))) if len(part.keys) > 1]
-    arguments = _Side(inner, lambda part: path_of(part.keys), in_specs)
-    returned = _Side(parts_of(result), lambda part: f"{name}(...){part.path}", out_specs)
+    inner = [part for part in parts_of(args) if len(part.keys) > 1]
+    ins: list[LeafSpec] = []
+    outs: list[LeafSpec] = []
+    if specs is not None:
+        # Keyword arguments are replicated.
+        by_keyword = [PartitionSpec()] * len(jax.tree.leaves(args[1]))
+        ins = [*leaf_specs(specs["in_specs"], args[0]), *by_keyword]
+        outs = leaf_specs(specs["out_specs"], result)
+    arguments = _Side(inner, lambda part: path_of(part.keys), ins)
+    returned = _Side(parts_of(result), lambda part: f"{name}(...){part.path}", outs)
     if named is None:
         pairs = _by_structure(arguments, returned)
     else:
@@ -209,13 +211,13 @@ class _Side:
         self,
         parts: list[Subtree],
         path: Callable[[Subtree], str],
-        specs: Sequence[LeafSpec] | None,
+        specs: Sequence[LeafSpec],
     ) -> None:
         self.whole, self.path = parts[0], path
         self.parts = [part for part in parts if part.arrays]
         # The entries of the specs that are known, by the numbers of the leaves.
-        known = enumerate(specs or ())
-        self._specs = {number: _plain(spec) for number, spec in known if spec is not None}
+        known = {number: spec for number, spec in enumerate(specs) if spec is not None}
+        self._specs = {number: _plain(spec) for number, spec in known.items()}
         self._used: set[int] = set()
 
     def free(self, parts: Iterable[Subtree]) -> list[Subtree]:
@@ -383,7 +385,7 @@ def leaf_specs(specs: PyTree, tree: PyTree) -> list[LeafSpec]:
 
     - `specs`: as `in_specs` or `out_specs`. `None` is replicated.
 
-    **Returns:** a list for `find`. Leaves in States have `None`, since specs pass States by.
+    **Returns:** a list. Leaves in States have `None`, since specs pass States by.
     """
     entries, structure = tree_util.tree_flatten(specs, is_leaf=_is_spec)
     placements: list[LeafSpec] = []

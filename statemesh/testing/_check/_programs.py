@@ -28,12 +28,10 @@ from .._program._numbers import (
 )
 from .._program._replay import BrokenPromise
 from .._program._trace import is_array_or_type, leaf_key, name_of, trace, weighted_gradient
-from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
+from .._types import AnyLeaf, Args, Fun, Numbers, PyTree, tree_util
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-# Positional arguments and keyword arguments.
-Args: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
 Entry = TypeVar("Entry")
 
 

@@ -6,16 +6,14 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import PartitionSpec
 
 from .._caches import environment, held_by
 from .._program._doubled import widened
 from .._program._numbers import is_inexact
-from .._types import Fun, PyTree, tree_util
-from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs, left_out, path_of
+from .._types import Args, Fun, PyTree, tree_util
+from ._feedback import Named, find, left_out, path_of
 from ._judge import Leaf
 from ._programs import (
-    Args,
     FunctionOnMesh,
     Program,
     Selection,
@@ -66,7 +64,7 @@ class Subject:
         with self.noting(first.label):
             self._call = first.program(Selection()).of(self.types)
             self.form = self._call.trace.form
-        self.feed_back = self._feed_back(first)
+        self.feed_back = find(self.types, self.form, self.fed_back, self.name, first.specs)
         self.in_a_row = self.steps or (DEFAULT_STEPS if self.feed_back else 1)
         self.left_out = left_out(self.name, self.form, self.leave_out)
         self.selected = self._selection(first)
@@ -80,18 +78,6 @@ class Subject:
             *(f"{self.name}(...){jax.tree_util.keystr(keys)}" for keys in results),
             *(f"the gradient by {path_of(by[k])}" for k in self.selected.by),
         ]
-
-    def _feed_back(self, first: FunctionOnMesh) -> FeedBack:
-        args, kwargs = self.types
-        ins: list[LeafSpec] | None = None
-        outs: list[LeafSpec] | None = None
-        if first.specs is not None:
-            # Keyword arguments are replicated.
-            by_keyword = [PartitionSpec()] * len(tree_util.tree_leaves(kwargs))
-            ins = [*leaf_specs(first.specs["in_specs"], args), *by_keyword]
-            outs = leaf_specs(first.specs["out_specs"], self.form)
-        named = self.fed_back
-        return find(args, kwargs, self.form, named, name=self.name, in_specs=ins, out_specs=outs)
 
     def _plain_reference(self) -> Program | None:
         """The unsharded function that was given, if JAX cannot trace it."""
@@ -142,7 +128,7 @@ class Subject:
 
     def feed(self, args: Args, results: PyTree) -> Args:
         """The arguments of the next call."""
-        return self.feed_back.apply(*args, results_of(results))
+        return self.feed_back.apply(args, results_of(results))
 
     def leaves(self, results: PyTree) -> list[Leaf]:
         """The leaves of the results, and of the gradient if it is there, with their paths."""

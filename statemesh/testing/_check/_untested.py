@@ -1,6 +1,6 @@
 """What a check that passed has not tested."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import hypothesis
@@ -10,13 +10,13 @@ import numpy as np
 import statemesh as sm
 
 from .._program._numbers import data_of, equal, is_key
-from .._types import AnyLeaf, PyTree
+from .._types import AnyLeaf, Args, PyTree
 from ._feedback import parts_of, path_of
 from ._subject import Subject
 
 
 # The positional and keyword arguments of each call, and its result.
-CallsMade: TypeAlias = list[tuple[tuple[tuple[PyTree, ...], Mapping[str, PyTree]], PyTree]]
+CallsMade: TypeAlias = list[tuple[Args, PyTree]]
 
 
 class UntestedWarning(UserWarning):
