@@ -273,11 +273,11 @@ class Check:
         self._compare_forms(calls, step, call.results.types, right.results.types)
         if broken := calls.mesh.broken(step):
             raise _Off(step, report.broken_promises(broken))
-        leaves = self.subject.leaves(call.results.types)
+        leaves = self.subject.leaves(call.results.types, call.numbers)
         # A function of NumPy computes in its own dtypes only.
         rounding: Rounding = "double" if calls.reference.is_traced else "own"
         chains = calls.mesh, calls.right
-        off = self.judge.compare(rounding, step, leaves, call.numbers, chains, calls.place)
+        off = self.judge.compare(rounding, step, leaves, chains, calls.place)
         self._raise_if_off(calls, step, off)
 
     def _compare_devices(self, calls: Calls, results: Sequence[PyTree], first: int = 0) -> None:
@@ -285,15 +285,11 @@ class Check:
         chains = calls.mesh, calls.right
         for step, result in enumerate(results, first):
             leaves = self.subject.leaves(result)
-            copies = [
-                unequal_copies(leaf, step, number, chains)
-                for number, leaf in enumerate(leaves)
-                if number not in self.subject.left_out
-            ]
+            compared = [leaf for leaf in leaves if leaf.number not in self.subject.left_out]
+            copies = [unequal_copies(leaf, step, chains) for leaf in compared]
             if lines := [line for line in copies if line]:
                 raise _Off(step, [*lines, report.UNREDUCED])
-            got = [leaf.value for leaf in leaves]
-            off = self.judge.compare("own", step, leaves, got, chains)
+            off = self.judge.compare("own", step, leaves, chains)
             if calls.reference.is_traced and self.subject.unsharded is not False:
                 off = excused(off, functools.partial(calls.again, step))
             self._raise_if_off(calls, step, off)
@@ -304,9 +300,9 @@ class Check:
             return
         # Where results are off, their gradient is off in consequence.
         count = self.subject.count
-        shown = [mismatch for mismatch in off if mismatch.number < count] or off
+        shown = [mismatch for mismatch in off if mismatch.leaf.number < count] or off
         lines = report.results(_with_arrays_of_mesh(calls, shown))
-        raise _Off(step, lines, count=len(shown), gradient=shown[0].number >= count)
+        raise _Off(step, lines, count=len(shown), gradient=shown[0].leaf.number >= count)
 
     def conclude(self) -> Checked:
         """What was checked.
@@ -355,8 +351,10 @@ def _with_arrays_of_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch
     if not calls.on_mesh.has_devices:
         return shown
     args, kwargs = calls.args
-    leaves = dict(enumerate(calls.subject.leaves(calls.on_mesh.mapped(*args, **kwargs))))
-    return [dataclasses.replace(x, leaf=leaves.get(x.number, x.leaf)) for x in shown]
+    arrays = dict(enumerate(jax.tree.leaves(calls.on_mesh.mapped(*args, **kwargs))))
+    leaves = [x.leaf for x in shown]
+    on_mesh = [dataclasses.replace(x, array=arrays.get(x.number, x.array)) for x in leaves]
+    return [dataclasses.replace(x, leaf=leaf) for x, leaf in zip(shown, on_mesh, strict=True)]
 
 
 def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:

@@ -17,7 +17,7 @@ from ._programs import Chain
 from ._report import short
 
 
-def unequal_copies(leaf: Leaf, step: int, number: int, chains: tuple[Chain, Chain]) -> str | None:
+def unequal_copies(leaf: Leaf, step: int, chains: tuple[Chain, Chain]) -> str | None:
     """A line on the number of which devices hold copies that differ most beyond rounding, if there is one.
 
     An array has copies where several devices hold the same part of it. Keys are compared by their data. The
@@ -41,8 +41,8 @@ def unequal_copies(leaf: Leaf, step: int, number: int, chains: tuple[Chain, Chai
         return None
     limit = np.zeros(array.shape)
     if not is_key(array):  # A key has several numbers, of which none is rounded.
-        want = chains[1].exact[step].numbers[number]
-        moved = chains[0].moved("own", MANY_RUNS)[step][number]
+        want = chains[1].exact[step].numbers[leaf.number]
+        moved = chains[0].moved("own", MANY_RUNS)[step][leaf.number]
         limit = np.broadcast_to(allowed("own", leaf.dtype, want, moved), array.shape)
     # Where nothing is allowed, a larger spread still exceeds that by more.
     smallest = 1e-12 * float(spread.max(initial=0.0, where=np.isfinite(spread)))

@@ -23,7 +23,6 @@ from .._program._numbers import (
     flushed,
     is_numeric,
     least,
-    numbers,
 )
 from .._types import Numbers
 from ._programs import Chain
@@ -35,17 +34,16 @@ class Leaf:
 
     **Attributes:**
 
-    - `path`: the path as the user would type it.
+    - `number`: its number in the result.
+    - `path`: its path as the user would type it.
     - `array`: the leaf as it was returned, or the type of an array.
+    - `value`: the numbers of the array, also where it holds keys.
     """
 
+    number: int
     path: str
     array: Any
-
-    @cached_property
-    def value(self) -> Numbers:
-        """The numbers of the array, also where it holds keys."""
-        return numbers(self.array)
+    value: Numbers
 
     @property
     def dtype(self) -> Any:
@@ -71,29 +69,25 @@ class Mismatch:
 
     **Attributes:**
 
-    - `number`: the number of the leaf in the result.
-    - `leaf`: the array, where it lies on the mesh, or its type.
-    - `got`: its numbers.
+    - `leaf`: the array, where it lies on the mesh, or its type, with its numbers.
     - `want`: the numbers of the reference.
     - `allowed`: how far rounding may bring each number from the reference.
     - `rounding`: whose rounding that is.
     """
 
-    number: int
     leaf: Leaf
-    got: Numbers
     want: Numbers
     allowed: Numbers
     rounding: Rounding
 
     @property
     def same_shape(self) -> bool:
-        return bool(self.got.shape == self.want.shape)
+        return bool(self.leaf.value.shape == self.want.shape)
 
     @cached_property
     def deviation(self) -> Numbers:
         """The difference between each number and the reference; zero where rounding explains it."""
-        difference = distances(self.got, self.want)
+        difference = distances(self.leaf.value, self.want)
         return np.where(difference > self.allowed, difference, 0.0)
 
     @cached_property
@@ -121,7 +115,7 @@ class Mismatch:
     @property
     def is_overflow(self) -> bool:
         """Whether a number is infinite or NaN that is finite in the reference."""
-        finite = ~np.isfinite(self.got) & np.isfinite(self.want)
+        finite = ~np.isfinite(self.leaf.value) & np.isfinite(self.want)
         return bool((finite & (self.deviation > 0)).any())
 
     @property
@@ -162,7 +156,6 @@ class Judge:
         rounding: Rounding,
         step: int,
         leaves: Sequence[Leaf],
-        got: Sequence[Numbers],
         chains: tuple[Chain, Chain],
         place: str = "",
     ) -> list[Mismatch]:
@@ -171,7 +164,7 @@ class Judge:
         **Arguments:**
 
         - `rounding`: whether double precision is compared, or the dtypes of the program.
-        - `leaves`, `got`: the results of the call or their types, and their numbers.
+        - `leaves`: the results of the call.
         - `chains`: the calls on the mesh, and those of the reference.
         - `place`: the mesh, if every number that is off there is a mistake.
         """
@@ -182,16 +175,14 @@ class Judge:
                 key = leaf.path, place
                 self.judged[key] = judged or self.judged.get(key, False)
 
-        wanted = chains[1].exact[step].numbers
-        for number, (leaf, mine, want) in enumerate(zip(leaves, got, wanted, strict=False)):
-            if number in self.left_out or not is_numeric(leaf.array):
+        for leaf, want in zip(leaves, chains[1].exact[step].numbers, strict=False):
+            if leaf.number in self.left_out or not is_numeric(leaf.array):
                 continue
-            if mine.shape != want.shape:
-                nothing = np.zeros(want.shape)
-                mismatches.append(Mismatch(number, leaf, mine, want, nothing, rounding))
+            if leaf.value.shape != want.shape:
+                mismatches.append(Mismatch(leaf, want, np.zeros(want.shape), rounding))
                 continue
-            difference = _distances(rounding, leaf, mine, want)
-            if self.tolerance is not None and number not in self.exact:
+            difference = _distances(rounding, leaf, want)
+            if self.tolerance is not None and leaf.number not in self.exact:
                 limit = _tolerated(self.tolerance, want, difference)
             elif (
                 self.tolerance is None
@@ -200,7 +191,7 @@ class Judge:
                 note(leaf, True)
                 continue
             else:
-                limit = _by_noise(rounding, step, number, leaf, want, difference, chains)
+                limit = _by_noise(rounding, step, leaf, want, difference, chains)
                 hidden = _unclear(want, difference, limit - flushed(rounding, leaf.dtype))
                 note(leaf, not hidden.all())
                 if count := int(hidden.sum()):
@@ -209,7 +200,7 @@ class Judge:
                 # Of a number of which rounding leaves nothing it may leave NaN.
                 limit = np.where(hidden & ~np.isfinite(difference), np.inf, limit)
             if (difference > limit).any():
-                mismatches.append(Mismatch(number, leaf, mine, want, limit, rounding))
+                mismatches.append(Mismatch(leaf, want, limit, rounding))
         return mismatches
 
 
@@ -227,8 +218,8 @@ def excused(
         return list(mismatches)
     other, still = again(), []
     for mismatch in mismatches:
-        want = other[mismatch.number]
-        if want.shape == mismatch.got.shape:
+        want = other[mismatch.leaf.number]
+        if want.shape == mismatch.want.shape:
             limit = np.where(mismatch.deviation > 0, mismatch.allowed, np.inf)
             mismatch = dataclasses.replace(mismatch, want=want, allowed=limit)
         if mismatch.deviation.any():
@@ -239,7 +230,6 @@ def excused(
 def _by_noise(
     rounding: Rounding,
     step: int,
-    number: int,
     leaf: Leaf,
     want: Numbers,
     difference: Numbers,
@@ -252,9 +242,9 @@ def _by_noise(
     mesh, reference = chains
     limit: Numbers = 0.0
     for runs, both in ((FEW_RUNS, False), (FEW_RUNS, True), (MANY_RUNS, True)):
-        moved = reference.moved(rounding, runs)[step][number]
+        moved = reference.moved(rounding, runs)[step][leaf.number]
         if both and moved.size:
-            on_mesh = mesh.moved(rounding, runs)[step][number]
+            on_mesh = mesh.moved(rounding, runs)[step][leaf.number]
             typical = np.median(moved + least(rounding, leaf.dtype, want))
             # What a narrower dtype rounds is a mistake. In double precision a mesh has rounded constants.
             if rounding == "double" or not np.median(on_mesh) > NARROWER * typical:
@@ -275,8 +265,8 @@ def _tolerated(tolerance: float, want: Numbers, difference: Numbers) -> Numbers:
     return np.full(want.shape, tolerance * float(finite.max(initial=0)))
 
 
-def _distances(rounding: Rounding, leaf: Leaf, got: Numbers, want: Numbers) -> Numbers:
-    difference = distances(got, want)
+def _distances(rounding: Rounding, leaf: Leaf, want: Numbers) -> Numbers:
+    got, difference = leaf.value, distances(leaf.value, want)
     if rounding == "double" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return difference
     # What is larger than the dtype can hold is infinite in it.

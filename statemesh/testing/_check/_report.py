@@ -54,17 +54,17 @@ def _results(count: int) -> str:
 
 
 def _result(mismatch: Mismatch) -> str:
-    shape = ",".join(map(str, mismatch.got.shape))
+    shape = ",".join(map(str, mismatch.leaf.value.shape))
     head = f"  - {mismatch.leaf.path}: {mismatch.leaf.dtype}[{shape}]"
     if not mismatch.same_shape:
-        return f"{head}, of shape {mismatch.got.shape}, should be {mismatch.want.shape}."
+        return f"{head}, of shape {mismatch.leaf.value.shape}, should be {mismatch.want.shape}."
     return f"{head}, {_off(mismatch)}."
 
 
 def _off(mismatch: Mismatch) -> str:
     at = mismatch.worst
     got, want, allowed = (
-        mismatch.got[at].item(),
+        mismatch.leaf.value[at].item(),
         mismatch.want[at].item(),
         float(mismatch.allowed[at]),
     )

@@ -9,8 +9,8 @@ import jax
 
 from .._caches import environment, held_by
 from .._program._doubled import widened
-from .._program._numbers import is_inexact
-from .._types import Args, Fun, PyTree, tree_util
+from .._program._numbers import is_inexact, numbers
+from .._types import Args, Fun, Numbers, PyTree, tree_util
 from ._feedback import Named, find, left_out, path_of
 from ._judge import Leaf
 from ._programs import (
@@ -130,9 +130,16 @@ class Subject:
         """The arguments of the next call."""
         return self.feed_back.apply(args, results_of(results))
 
-    def leaves(self, results: PyTree) -> list[Leaf]:
-        """The leaves of the results, and of the gradient if it is there, with their paths."""
-        return list(map(Leaf, self.paths, jax.tree.leaves(results)))
+    def leaves(self, results: PyTree, values: Sequence[Numbers] | None = None) -> list[Leaf]:
+        """The leaves of the results, and of the gradient if it is there.
+
+        **Arguments:**
+
+        - `values`: their numbers, where the results have types in the place of arrays.
+        """
+        arrays = jax.tree.leaves(results)
+        of_arrays = list(map(numbers, arrays)) if values is None else values
+        return list(map(Leaf, range(len(arrays)), self.paths, arrays, of_arrays))
 
     @property
     def drawn(self) -> Collection[int]:
