@@ -369,8 +369,7 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
     reference = subject.unsharded or subject.meshes[0].mapped.unsharded
     args_of_call = narrowed(calls.mesh.exact[step].args)
     tried = [(args_of_call, False)]
-    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
-    if step == 0 and any(map(_is_simple, jax.tree.leaves(args_of_call, is_leaf=is_state))):
+    if step == 0 and any(map(_is_simple, jax.tree.leaves(args_of_call, is_leaf=sm.is_state))):
         tried.insert(0, (values.generic(args_of_call, subject.keep), True))
     for args, generic in tried:
         place = located_or_why(

@@ -89,6 +89,12 @@ def path_of(keys: tuple[AnyLeaf, ...]) -> str:
     return f"{('args', 'kwargs')[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}"
 
 
+def owners(tree: PyTree, is_owner: Callable[[object], bool]) -> list[PyTree]:
+    """For each leaf of a tree the node of a kind that it is in, or the leaf itself."""
+    nodes = tree_util.tree_leaves(tree, is_leaf=is_owner)
+    return [node for node in nodes for _ in tree_util.tree_leaves(node)]
+
+
 def is_within(path: str, outer: str) -> bool:
     """Whether a path leads to a tree, or to a part of it."""
     return path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
@@ -390,9 +396,8 @@ def leaf_specs(specs: PyTree, tree: PyTree) -> list[LeafSpec]:
     entries, structure = tree_util.tree_flatten(specs, is_leaf=_is_spec)
     placements: list[LeafSpec] = []
     for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
-        for unit in jax.tree.leaves(part, is_leaf=sm.is_state):
-            placed = None if sm.is_state(unit) else entry or PartitionSpec()
-            placements += [placed] * len(jax.tree.leaves(unit))
+        for owner in owners(part, sm.is_state):
+            placements.append(None if sm.is_state(owner) else entry or PartitionSpec())
     return placements
 
 

@@ -29,6 +29,7 @@ from .._program._numbers import (
 from .._program._replay import BrokenPromise
 from .._program._trace import is_array_or_type, leaf_key, name_of, trace, weighted_gradient
 from .._types import AnyLeaf, Args, Fun, Numbers, PyTree, tree_util
+from ._feedback import owners
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -113,10 +114,9 @@ def inexact_leaves(tree: PyTree) -> tuple[int, ...]:
     What an optimizer makes of a slot that is zero has no derivative.
     """
     is_slots: Callable[[object], bool] = lambda x: type(x).__module__.partition(".")[0] == "optax"
+    pairs = zip(tree_util.tree_leaves(tree), owners(tree, is_slots), strict=True)
     inexact = [
-        not is_slots(node) and hasattr(x, "dtype") and is_inexact(x.dtype)
-        for node in tree_util.tree_leaves(tree, is_leaf=is_slots)
-        for x in tree_util.tree_leaves(node)
+        not is_slots(owner) and hasattr(x, "dtype") and is_inexact(x.dtype) for x, owner in pairs
     ]
     return tuple(number for number, hit in enumerate(inexact) if hit)
 
@@ -128,10 +128,10 @@ def learns(args: PyTree, is_written: Callable[[int], bool]) -> bool:
 
     - `is_written`: whether a call gives a new value for a leaf of the arguments, by its number.
     """
-    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
-    nodes = tree_util.tree_leaves(args, is_leaf=is_state)
-    owners = [node for node in nodes for _ in tree_util.tree_leaves(node)]
-    return any(isinstance(x, sm.ParamState) and is_written(k) for k, x in enumerate(owners))
+    return any(
+        isinstance(owner, sm.ParamState) and is_written(number)
+        for number, owner in enumerate(owners(args, sm.is_state))
+    )
 
 
 def with_gradient(call: Fun, selected: Selection) -> Fun:

@@ -12,7 +12,7 @@ import statemesh as sm
 from .._program._numbers import is_key
 from .._program._trace import on_one_device
 from .._types import AnyLeaf, PyTree, tree_util
-from ._feedback import is_within, path_of
+from ._feedback import is_within, owners, path_of
 
 
 # Makes another array of the same shape and dtype.
@@ -62,18 +62,12 @@ def one_nan(args: PyTree, kept: Collection[str]) -> PyTree:
 
 def _changed(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
     random = np.random.default_rng(1)
-    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
-    above = [
-        in_states or not is_state(node)
-        for node in tree_util.tree_leaves(args, is_leaf=is_state)
-        for _ in tree_util.tree_leaves(node)
-    ]
     flat, treedef = tree_util.tree_flatten_with_path(args)
     leaves = []
-    for (keys, x), hit in zip(flat, above, strict=True):
+    for (keys, x), owner in zip(flat, owners(args, sm.is_state), strict=True):
         is_kept = any(is_within(path_of(keys), path) for path in kept)
-        known = eqx.is_array(x) and not is_key(x)
-        leaves.append(make(random, x) if hit and known and not is_kept else x)
+        is_kept |= sm.is_state(owner) and not in_states
+        leaves.append(x if is_kept or not eqx.is_array(x) or is_key(x) else make(random, x))
     return treedef.unflatten(leaves)
 
 
