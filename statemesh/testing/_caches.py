@@ -67,7 +67,7 @@ def equal_values(a: Any, b: Any) -> bool:
         return False
 
 
-class _Value:
+class _ValueKey:
     """A value with its own `__eq__`, except that it always equals itself.
 
     With `id` in the place of `hash` it equals nothing else. It is kept alive, so that its address is not used
@@ -82,7 +82,7 @@ class _Value:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Value) or self.key != other.key:
+        if not isinstance(other, _ValueKey) or self.key != other.key:
             return False
         return self.value is other.value or equal_values(self.value, other.value)
 
@@ -91,7 +91,7 @@ def static_key(x: Any) -> Hashable:
     """A key that is equal for equal values of one type. Where a value cannot be known, it equals no other."""
     if isinstance(x, float):  # NaN is not equal to itself, and -0.0 is to 0.0.
         return type(x), x.hex()
-    return _Value(x) if is_hashable(x) else environment(x) or object()
+    return _ValueKey(x) if is_hashable(x) else environment(x) or object()
 
 
 # An environment of more objects, or an array of more bytes, is not compared.
@@ -180,9 +180,9 @@ def _taken_apart(x: Any) -> _Apart:
     if isinstance(x, types.FunctionType):
         return x.__code__, _held_by_function(x)
     if isinstance(x, type):
-        return _Value(x, id), _held_by_class(x)
+        return _ValueKey(x, id), _held_by_class(x)
     if isinstance(x, _BY_IDENTITY):
-        return _Value(x, id), ()
+        return _ValueKey(x, id), ()
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         return _array_apart(x)
     if isinstance(x, dict):
@@ -202,7 +202,7 @@ def _taken_apart(x: Any) -> _Apart:
         return kind, (structure, *leaves)
     if hasattr(x, "__wrapped__"):
         # A function under `jax.jit`, or in a mapping: what is wrapped, as this very object wraps it.
-        return _Value(x, id), (x.__wrapped__,)
+        return _ValueKey(x, id), (x.__wrapped__,)
     return _object_apart(x)
 
 
@@ -211,7 +211,7 @@ def _array_apart(x: Any) -> _Apart:
         raise _Unknown
     is_large = isinstance(x, jax.Array) and (x.size > _SMALL or not x.is_fully_addressable)
     if is_large or (isinstance(x, jax.Array) and x.is_deleted()):
-        return _Value(x, id), ()
+        return _ValueKey(x, id), ()
     numbers = np.asarray(data_of(x))
     weak, sharding = getattr(x, "weak_type", None), getattr(x, "sharding", None)
     key = type(x), str(x.dtype), weak, sharding, numbers.shape
@@ -236,7 +236,7 @@ def _object_apart(x: Any) -> _Apart:
     )
     whole = held is None or is_library_module(kind.__module__)
     if whole and is_value and not dataclasses.is_dataclass(x):
-        return _Value(x), ()
+        return _ValueKey(x), ()
     if held is None or isinstance(x, Iterator) or is_reference:
         raise _Unknown
     return kind, (kind, held)

@@ -5,11 +5,13 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import PyTreeDef as PyTreeDef
 from jaxtyping import PyTree as PyTree
 
 
 Fun: TypeAlias = Callable[..., Any]
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 DType: TypeAlias = np.dtype[Any]
 # Positional arguments and keyword arguments.
 Args: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]

@@ -171,19 +171,19 @@ def assert_equivalent(
         raise TypeError(
             f"{name} is not mapped yet: give {' and '.join(missing)}, or the function that shard_map returns."
         )
-    given = as_arrays((tuple(args), dict(kwargs or {})))
+    call = as_arrays((tuple(args), dict(kwargs or {})))
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
-    paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(given)[0]]
+    paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(call)[0]]
     if unknown := [path for path in keep if not any(is_within(known, path) for known in paths)]:
         raise sm.StructureError(
             f"keep: no argument has the path {', '.join(map(repr, unknown))}. The paths of the arguments are "
             f"{', '.join(paths)}; a shorter one, such as 'args[0]', stands for all that begin with it."
         )
-    key = environment(fun, *held_by(given))
+    key = environment(fun, *held_by(call))
     statics = None if is_mapped else StaticLeaves({**specs, "check_vma": check_vma is not False})
     subject = Subject(
         name=name,
-        args=given,
+        args=call,
         meshes=[kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in on_meshes],
         unsharded=unsharded,
         steps=steps,

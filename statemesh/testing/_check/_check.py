@@ -25,7 +25,7 @@ from . import _values as values
 from ._copies import unequal_copies
 from ._form import form_differences
 from ._judge import Judge, Mismatch, excused
-from ._programs import Chain, FunctionOnMesh, Program, chained, results_of
+from ._programs import Chain, FunctionOnMesh, Programs, chained, results_of
 from ._subject import Subject
 from ._untested import CallsMade, untested
 
@@ -99,15 +99,15 @@ class Calls:
         return self.on_mesh.label if self.counts is None and self.on_mesh.mesh.size > 1 else ""
 
     @cached_property
-    def reference(self) -> Program:
+    def reference(self) -> Programs:
         return self.subject.reference(self.on_mesh)
 
     @cached_property
     def mesh(self) -> Chain:
         """The calls on the mesh in double precision."""
-        program, args = self.subject.program(self.on_mesh), widened(self.args)
+        programs, args = self.subject.programs(self.on_mesh), widened(self.args)
         with self.subject.noting(self.on_mesh.label):
-            return Chain(program, args, self.subject.feed, self.steps, self.reference)
+            return Chain(programs, args, self.subject.feed, self.steps, self.reference)
 
     @cached_property
     def right(self) -> Chain:
@@ -212,7 +212,7 @@ class Check:
         results: list[PyTree] = []
         with self._noting(calls, calls.label):
             with subject.noting(on_mesh.label):
-                form = subject.program(on_mesh).of(subject.types).trace.form
+                form = subject.programs(on_mesh).of(subject.types).trace.form
             with subject.noting(f"for {calls.reference.what}"):
                 right = calls.reference.form(subject.types, calls.args)
             self._compare_forms(calls, 0, form, right)
@@ -239,7 +239,7 @@ class Check:
         with self._noting(calls, label):
             with self.subject.noting(label):
                 placed = calls.on_mesh.mapped.place(*calls.args[0]), calls.args[1]
-                jitted = self.subject.program(calls.on_mesh).jitted
+                jitted = self.subject.programs(calls.on_mesh).jitted
                 results = chained(jitted, placed, calls.steps, self.subject.feed)
             self._compare_devices(calls, results)
 
@@ -313,7 +313,7 @@ class Check:
         if self.failed:
             fed_back = subject.feed_back if subject.in_a_row > 1 else None
             raise report.not_equivalent(subject.name, self.failed, self.agreed, fed_back)
-        calls = [subject.program(on_mesh).of(subject.types) for on_mesh in subject.meshes]
+        calls = [subject.programs(on_mesh).of(subject.types) for on_mesh in subject.meshes]
         return Checked(
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,

@@ -12,12 +12,12 @@ from .. import _errors as errors
 from .._program._numbers import MANY_RUNS, allowed, distances, equal, is_key, numbers
 from .._program._stacked import names_of_spec
 from .._types import Numbers
-from ._judge import Leaf, covers
+from ._judge import ResultLeaf, covers
 from ._programs import Chain
 from ._report import short
 
 
-def unequal_copies(leaf: Leaf, step: int, chains: tuple[Chain, Chain]) -> str | None:
+def unequal_copies(leaf: ResultLeaf, step: int, chains: tuple[Chain, Chain]) -> str | None:
     """A line on the number of which devices hold copies that differ most beyond rounding, if there is one.
 
     An array has copies where several devices hold the same part of it. Keys are compared by their data. The

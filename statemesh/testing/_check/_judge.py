@@ -29,7 +29,7 @@ from ._programs import Chain
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class ResultLeaf:
     """A leaf of a result. If it is static, it has no numbers.
 
     **Attributes:**
@@ -75,7 +75,7 @@ class Mismatch:
     - `rounding`: whose rounding that is.
     """
 
-    leaf: Leaf
+    leaf: ResultLeaf
     want: Numbers
     allowed: Numbers
     rounding: Rounding
@@ -155,7 +155,7 @@ class Judge:
         self,
         rounding: Rounding,
         step: int,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[ResultLeaf],
         chains: tuple[Chain, Chain],
         place: str = "",
     ) -> list[Mismatch]:
@@ -170,7 +170,7 @@ class Judge:
         """
         mismatches = []
 
-        def note(leaf: Leaf, judged: bool) -> None:
+        def note(leaf: ResultLeaf, judged: bool) -> None:
             if place:
                 key = leaf.path, place
                 self.judged[key] = judged or self.judged.get(key, False)
@@ -230,7 +230,7 @@ def excused(
 def _by_noise(
     rounding: Rounding,
     step: int,
-    leaf: Leaf,
+    leaf: ResultLeaf,
     want: Numbers,
     difference: Numbers,
     chains: tuple[Chain, Chain],
@@ -265,7 +265,7 @@ def _tolerated(tolerance: float, want: Numbers, difference: Numbers) -> Numbers:
     return np.full(want.shape, tolerance * float(finite.max(initial=0)))
 
 
-def _distances(rounding: Rounding, leaf: Leaf, want: Numbers) -> Numbers:
+def _distances(rounding: Rounding, leaf: ResultLeaf, want: Numbers) -> Numbers:
     got, difference = leaf.value, distances(leaf.value, want)
     if rounding == "double" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return difference

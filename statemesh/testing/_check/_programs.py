@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 import statemesh as sm
 
@@ -28,11 +28,10 @@ from .._program._numbers import (
 )
 from .._program._replay import BrokenPromise
 from .._program._trace import is_array_or_type, leaf_key, name_of, trace, weighted_gradient
-from .._types import AnyLeaf, Args, Fun, Numbers, PyTree, tree_util
+from .._types import AnyLeaf, AnyMesh, Args, Fun, Numbers, PyTree, tree_util
 from ._feedback import owners
 
 
-AnyMesh: TypeAlias = Mesh | AbstractMesh
 Entry = TypeVar("Entry")
 
 
@@ -209,8 +208,10 @@ def _with_constants(fun: Fun, numbers: Sequence[int]) -> Fun:
 Feed: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 
 
-class Program:
-    """A function with its gradient, if one is selected: in its own dtypes, and replayed in double precision.
+class Programs:
+    """The programs of a function: in its own dtypes, and replayed in double precision.
+
+    They give its results and, if one is selected, the gradient.
 
     **Arguments:**
 
@@ -250,7 +251,7 @@ class Program:
         return self.of(types).trace.form if self.is_traced else self._call(*args[0], **args[1])
 
     def doubled(
-        self, args: Wide, noise: Any = None, compared_with: "Program | None" = None
+        self, args: Wide, noise: Any = None, compared_with: "Programs | None" = None
     ) -> Called:
         """Call the function in double precision.
 
@@ -304,7 +305,7 @@ class Chain:
 
     **Arguments:**
 
-    - `program`: the function. Noise moves nothing in one that JAX cannot trace.
+    - `programs`: those of the function. Noise moves nothing in one that JAX cannot trace.
     - `args`: the arguments of the first call, and its keyword arguments.
     - `feed`: gives the arguments of the next call.
     - `steps`: the number of calls.
@@ -318,13 +319,13 @@ class Chain:
 
     def __init__(
         self,
-        program: Program,
+        programs: Programs,
         args: Wide,
         feed: Feed,
         steps: int,
-        compared_with: Program | None = None,
+        compared_with: Programs | None = None,
     ) -> None:
-        self._program, self._args, self._compared_with = program, args, compared_with
+        self._programs, self._args, self._compared_with = programs, args, compared_with
         self._feed, self._steps = feed, steps
         self.exact = self._run(np.zeros(3) if compared_with is None else None)
         self._moved: dict[Rounding, list[list[Numbers]]] = {}
@@ -336,7 +337,7 @@ class Chain:
     def _run(self, noise: Numbers | None) -> list[Called]:
         inputs, calls = self._args, []
         for _ in range(self._steps):
-            calls.append(self._program.doubled(inputs, noise, self._compared_with))
+            calls.append(self._programs.doubled(inputs, noise, self._compared_with))
             results = calls[-1].results
             inputs = Wide(
                 self._feed(inputs.types, results.types), self._feed(inputs.values, results.values)
@@ -353,7 +354,7 @@ class Chain:
                 [np.zeros(x.shape) for x in call.numbers] for call in self.exact
             ]
         most = self._moved[rounding]
-        while self._program.is_traced and self._runs[rounding] < runs:
+        while self._programs.is_traced and self._runs[rounding] < runs:
             self._runs[rounding] += 1
             noisy = self._run(np.array([*_NOISE[rounding], float(self._runs[rounding])]))
             for step, (exact, other) in enumerate(zip(self.exact, noisy, strict=True)):
@@ -367,7 +368,7 @@ class Chain:
 
     def unended(self, rounding: Rounding) -> list[Equation]:
         """The loops that do not end where operations round."""
-        if self._program.is_traced and self._program.of(self._args.types).loops:
+        if self._programs.is_traced and self._programs.of(self._args.types).loops:
             self.moved(rounding, FEW_RUNS)
         return self._unended[rounding]
 
@@ -425,7 +426,7 @@ class FunctionOnMesh:
         self.specs: Mapping[str, PyTree] | None = None if specs is None else specs.tree
         # What `pmap2` and `vmap2` return has no mesh of named axes, and is refused.
         self.mapped = fun.on_mesh(mesh) if isinstance(fun, sm.StatefulMapping) else self._map(fun)
-        self._programs: Recent[Program] = Recent()
+        self._programs: Recent[Programs] = Recent()
 
     def _map(self, fun: Fun) -> sm.StatefulMapping:
         if self.specs is None:
@@ -441,18 +442,18 @@ class FunctionOnMesh:
     def has_devices(self) -> bool:
         return isinstance(self.mesh, Mesh)
 
-    def program(self, selected: Selection, *, unsharded: bool = False) -> Program:
-        """The function with the gradient, on the mesh or on one device."""
+    def programs(self, selected: Selection, *, unsharded: bool = False) -> Programs:
+        """The programs that give the results and the gradient, on the mesh or on one device."""
 
-        def new() -> Program:
+        def new() -> Programs:
             mapped = self.mapped
             if selected.constant:
                 mapped = self._map(_with_constants(self.fun, selected.constant))
             if unsharded:
-                return Program("the function on one device", mapped.unsharded, selected)
+                return Programs("the function on one device", mapped.unsharded, selected)
             context = self._set_mesh if selected else nullcontext
             # Where results depend on the mesh, each mesh has a reference of its own.
-            return Program("what emulate gives", mapped, selected, context)
+            return Programs("what emulate gives", mapped, selected, context)
 
         return self._programs.get((selected, unsharded), new)
 

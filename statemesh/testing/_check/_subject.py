@@ -12,10 +12,10 @@ from .._program._doubled import widened
 from .._program._numbers import is_inexact, numbers
 from .._types import Args, Fun, Numbers, PyTree, tree_util
 from ._feedback import Named, find, left_out, path_of
-from ._judge import Leaf
+from ._judge import ResultLeaf
 from ._programs import (
     FunctionOnMesh,
-    Program,
+    Programs,
     Selection,
     differentiable,
     inexact_leaves,
@@ -62,7 +62,7 @@ class Subject:
         first = self.meshes[0]
         self._plain = self._plain_reference()
         with self.noting(first.label):
-            self._call = first.program(Selection()).of(self.types)
+            self._call = first.programs(Selection()).of(self.types)
             self.form = self._call.trace.form
         self.feed_back = find(self.types, self.form, self.fed_back, self.name, first.specs)
         self.in_a_row = self.steps or (DEFAULT_STEPS if self.feed_back else 1)
@@ -79,7 +79,7 @@ class Subject:
             *(f"the gradient by {path_of(by[k])}" for k in self.selected.by),
         ]
 
-    def _plain_reference(self) -> Program | None:
+    def _plain_reference(self) -> Programs | None:
         """The unsharded function that was given, if JAX cannot trace it."""
         reference = self._function_as_reference(Selection())
         if reference is None:
@@ -88,15 +88,15 @@ class Subject:
             reference.form(self.types, self.args)
         except Exception:  # A function of NumPy refuses what JAX traces with in many ways.
             assert callable(self.unsharded)
-            return Program(UNSHARDED, self.unsharded, Selection(), is_traced=False)
+            return Programs(UNSHARDED, self.unsharded, Selection(), is_traced=False)
         return None
 
-    def _function_as_reference(self, selected: Selection) -> Program | None:
+    def _function_as_reference(self, selected: Selection) -> Programs | None:
         """The unsharded function that was given, if one was."""
         if not callable(self.unsharded):
             return None
         key = environment(self.unsharded, *held_by(self.args))
-        return kept(key, Program, UNSHARDED, self.unsharded, selected)
+        return kept(key, Programs, UNSHARDED, self.unsharded, selected)
 
     def _selection(self, first: FunctionOnMesh) -> Selection:
         if self.gradients is False or self._plain is not None:
@@ -106,7 +106,7 @@ class Subject:
         chosen = Selection(inexact_leaves(self.form), inexact_leaves(self.types))
         note = "Give gradients=False where a function has none."
         with self.noting(f"for the gradient {first.label}", note):
-            traced = lambda some: first.program(some).of(self.types)
+            traced = lambda some: first.programs(some).of(self.types)
             return differentiable(chosen, traced) if chosen else Selection()
 
     def _is_written(self, argument: int) -> bool:
@@ -114,23 +114,23 @@ class Subject:
         result = dict(self.feed_back.numbers).get(argument)
         return result is not None and not self._call.is_untouched(argument, result)
 
-    def reference(self, on_mesh: FunctionOnMesh) -> Program:
+    def reference(self, on_mesh: FunctionOnMesh) -> Programs:
         """What the calls on a mesh are compared with."""
         if self._reference is not None:
             return self._reference
         if self.unsharded is None:
-            return self.meshes[0].program(self.selected, unsharded=True)
-        return self.program(on_mesh)
+            return self.meshes[0].programs(self.selected, unsharded=True)
+        return self.programs(on_mesh)
 
-    def program(self, on_mesh: FunctionOnMesh) -> Program:
-        """The program on a mesh that gives the results and the gradient."""
-        return on_mesh.program(self.selected)
+    def programs(self, on_mesh: FunctionOnMesh) -> Programs:
+        """The programs on a mesh that give the results and the gradient."""
+        return on_mesh.programs(self.selected)
 
     def feed(self, args: Args, results: PyTree) -> Args:
         """The arguments of the next call."""
         return self.feed_back.apply(args, results_of(results))
 
-    def leaves(self, results: PyTree, values: Sequence[Numbers] | None = None) -> list[Leaf]:
+    def leaves(self, results: PyTree, values: Sequence[Numbers] | None = None) -> list[ResultLeaf]:
         """The leaves of the results, and of the gradient if it is there.
 
         **Arguments:**
@@ -139,7 +139,7 @@ class Subject:
         """
         arrays = jax.tree.leaves(results)
         of_arrays = list(map(numbers, arrays)) if values is None else values
-        return list(map(Leaf, range(len(arrays)), self.paths, arrays, of_arrays))
+        return list(map(ResultLeaf, range(len(arrays)), self.paths, arrays, of_arrays))
 
     @property
     def drawn(self) -> Collection[int]:

@@ -360,8 +360,8 @@ class Noisy(Promoted):
         # XLA would compute the noise anew for each use, compile it as often, and may round that of a sum
         # differently there. A function such as `tanh` stays in one loop with its uses: alone, it may be other
         # for other shapes.
-        alone = name in _ONCE or sizes is not None
-        return jax.lax.optimization_barrier(moved) if alone else moved
+        is_materialized = name in _ONCE or sizes is not None
+        return jax.lax.optimization_barrier(moved) if is_materialized else moved
 
 
 @jax.jit
