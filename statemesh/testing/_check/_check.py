@@ -181,7 +181,7 @@ class Check:
                 self._compared(Calls(subject, on_mesh, label, args, 1, counts, on_devices))
 
     @contextlib.contextmanager
-    def _noting(self, calls: Calls, label: str) -> Iterator[None]:
+    def _recording(self, calls: Calls, label: str) -> Iterator[None]:
         """Note that the calls which are compared inside agree, or how they fail."""
         try:
             yield
@@ -210,7 +210,7 @@ class Check:
         """
         subject, on_mesh = self.subject, calls.on_mesh
         results: list[PyTree] = []
-        with self._noting(calls, calls.label):
+        with self._recording(calls, calls.label):
             with subject.noting(on_mesh.label):
                 form = subject.programs(on_mesh).of(subject.types).trace.form
             with subject.noting(f"for {calls.reference.what}"):
@@ -236,7 +236,7 @@ class Check:
     def _inside_jit(self, calls: Calls) -> None:
         """Compare the calls inside `jax.jit`, and on devices the gradient."""
         label = f"inside jit {calls.on_mesh.label}"
-        with self._noting(calls, label):
+        with self._recording(calls, label):
             with self.subject.noting(label):
                 placed = calls.on_mesh.mapped.place(*calls.args[0]), calls.args[1]
                 jitted = self.subject.programs(calls.on_mesh).jitted
@@ -252,7 +252,7 @@ class Check:
         for result in (before or results)[:half]:
             args = subject.feed(args, result)
         label = f"saved {source} and placed {calls.on_mesh.label}"
-        with self._noting(calls, label):
+        with self._recording(calls, label):
             with subject.noting(label):
                 # As what a file holds: on no mesh.
                 loaded = jax.tree.map(on_one_device, args)

@@ -112,7 +112,7 @@ class Subject:
     def _is_written(self, argument: int) -> bool:
         """Whether a call gives a new value for a leaf of the arguments, by its number."""
         result = dict(self.feed_back.numbers).get(argument)
-        return result is not None and not self._call.is_untouched(argument, result)
+        return result is not None and self._call.forwarded.get(result) != argument
 
     def reference(self, on_mesh: FunctionOnMesh) -> Programs:
         """What the calls on a mesh are compared with."""

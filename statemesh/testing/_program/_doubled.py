@@ -11,7 +11,7 @@ import numpy as np
 
 from .._caches import Recent
 from .._types import AnyLeaf, Fun, Numbers, PyTree
-from ._jaxprs import Equation, rounded_literals, sources_of
+from ._jaxprs import Equation, Sources, forwarded, rounded_literals, sources_of
 from ._noise import Noisy, Promoted
 from ._numbers import is_inexact, numbers, promoted
 from ._replay import BrokenPromise, Replay
@@ -97,22 +97,14 @@ class Doubled:
     - `trace`: the traced call.
     - `own_dtype`: the operations that could not run in double precision, once it has run.
     - `loops`: whether it has loops that might not end.
-    - `sources`: for each array of the results the arrays of the arguments that it depends on, all by the
-        numbers of their leaves.
-    - `drawn`: the numbers of the leaves of the arguments from which random numbers are drawn.
     """
 
     def __init__(self, name: str, traced: Trace, args: Sequence[AnyLeaf]) -> None:
         self.trace, jaxpr = traced, traced.closed.jaxpr
-        inputs = [k for k, x in enumerate(args) if is_array_or_type(x)]
-        outputs = [k for k, x in enumerate(jax.tree.leaves(traced.form)) if is_array_or_type(x)]
-        sources, drawn = sources_of(jaxpr)
-        self.sources = {
-            k: [inputs[i] for i in of_array] for k, of_array in zip(outputs, sources, strict=True)
-        }
-        self.drawn = {inputs[i] for i in drawn}
-        self._arguments = dict(zip(inputs, jaxpr.invars, strict=True))
-        self._results = dict(zip(outputs, jaxpr.outvars, strict=True))
+        self._inputs = [k for k, x in enumerate(args) if is_array_or_type(x)]
+        self._outputs = [
+            k for k, x in enumerate(jax.tree.leaves(traced.form)) if is_array_or_type(x)
+        ]
         self._replay = Replay(name, jaxpr)
         self._replay.arithmetic = arithmetic = Promoted()
         self.own_dtype, self.loops = arithmetic.own_dtype, self._replay.loops
@@ -147,6 +139,25 @@ class Doubled:
     def literals(self) -> frozenset[tuple[str, float]]:
         return rounded_literals(self.trace.closed)
 
-    def is_untouched(self, argument: int, result: int) -> bool:
-        """Whether a leaf of the results is a leaf of the arguments, each by its number."""
-        return self._arguments.get(argument) is self._results.get(result)
+    @cached_property
+    def _flow(self) -> tuple[list[Sources], Sources]:
+        return sources_of(self.trace.closed)
+
+    @property
+    def sources(self) -> dict[int, list[int]]:
+        """For each array of the results the arrays of the arguments that it depends on, by their leaves."""
+        pairs = zip(self._outputs, self._flow[0], strict=True)
+        return {leaf: [self._inputs[i] for i in sources] for leaf, sources in pairs}
+
+    @property
+    def drawn(self) -> set[int]:
+        """The numbers of the leaves of the arguments from which random numbers are drawn."""
+        return {self._inputs[i] for i in self._flow[1]}
+
+    @cached_property
+    def forwarded(self) -> dict[int, int | None]:
+        """For each array of the results that is one of the arguments, which it is, by their leaves."""
+        jaxpr = self.trace.closed.jaxpr
+        leaves = [None] * len(jaxpr.constvars) + self._inputs
+        pairs = zip(self._outputs, forwarded(jaxpr), strict=True)
+        return {leaf: leaves[i] for leaf, i in pairs if i is not None}

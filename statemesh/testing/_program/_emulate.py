@@ -13,7 +13,7 @@ import statemesh as sm
 from .. import _errors as errors
 from .._caches import Recent
 from .._types import Fun, PyTree, tree_util
-from ._jaxprs import Jaxpr, as_function, is_identity, is_literal
+from ._jaxprs import Jaxpr, as_function, forwarded
 from ._numbers import is_numpy
 from ._replay import Differences, Replay
 from ._trace import (
@@ -50,13 +50,7 @@ class TracedProgram:
         self.compiled = jax.jit(self.replay)
         self.gradients: Recent[Fun] = Recent()
         # A result that is an input is returned as the very array that came in.
-        inputs = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
-        for eqn in closed.jaxpr.eqns:
-            if is_identity(eqn):
-                pairs = zip(eqn.invars, eqn.outvars, strict=True)
-                inputs.update({b: inputs[a] for a, b in pairs if not is_literal(a) and a in inputs})
-        outvars = closed.jaxpr.outvars
-        self.forwarded = [None if is_literal(v) else inputs.get(v) for v in outvars]
+        self.forwarded = forwarded(closed.jaxpr)
 
     def __call__(self, arrays: Sequence[Any]) -> list[jax.Array]:
         inputs = [*map(as_array, self.closed.consts), *arrays]

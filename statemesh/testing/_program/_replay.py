@@ -402,8 +402,9 @@ class Replay:
             return value
         amount, position = _largest_difference(value, left)
         promise = self.promises[self._promise_numbers[id(eqn), index]]
-        stack = promise.stack_number(value, left)
-        self._note(eqn, index, amount, jnp.stack([stack, position]), frame)
+        stack = value.axes, tuple(value.x.shape), tuple(left)
+        number = promise.stacks.setdefault(stack, len(promise.stacks))
+        self._note(eqn, index, amount, jnp.stack([number, position]), frame)
         # All shards have the same value, so the first one's copy serves.
         first = tuple(0 if name in left else slice(None) for name in value.axes)
         return Stacked(value.x[first], tuple(name for name in value.axes if name not in left))
@@ -452,26 +453,19 @@ class _Promise:
 
     - `eqn`, `index`: the equation, and the number of its result.
     - `spec`: the out spec; `None` for a predicate.
-    - `stacks`: the ways in which the result has been stacked, of which there are several where an equation is
-        replayed several times: the mesh axes; the shape of the array; and the axes along which all shards
-        must have the same value.
+    - `stacks`: numbers of the ways in which the result has been stacked, of which there are several where an
+        equation is replayed several times: the mesh axes; the shape of the array; and the axes along which
+        all shards must have the same value.
     """
 
     eqn: Equation
     index: int
     spec: PartitionSpec | None = None
-    stacks: list[tuple[Axes, tuple[int, ...], Axes]] = dataclasses.field(default_factory=list)
-
-    def stack_number(self, value: Stacked, left: Sequence[Hashable]) -> int:
-        """The number in `stacks` of the way in which a result is stacked."""
-        stack = value.axes, tuple(value.x.shape), tuple(left)
-        if stack not in self.stacks:
-            self.stacks.append(stack)
-        return self.stacks.index(stack)
+    stacks: dict[tuple[Axes, tuple[int, ...], Axes], int] = dataclasses.field(default_factory=dict)
 
     def broken(self, named: Mapping[int, str], amount: float, position: Numbers) -> BrokenPromise:
         """The promise, which does not hold, with the largest difference and its position."""
-        axes, shape, left = self.stacks[int(position[0])]
+        axes, shape, left = list(self.stacks)[int(position[0])]
         index = tuple(map(int, np.unravel_index(int(position[1]), shape)))
         other = dict(zip(axes, index, strict=False))
         first = {name: 0 if name in left else at for name, at in other.items()}
