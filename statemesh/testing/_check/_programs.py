@@ -396,8 +396,7 @@ def mesh_of(mesh: object) -> AnyMesh:
         return mesh
     if not isinstance(mesh, Mapping):
         raise TypeError(
-            f"meshes: {mesh!r} is a {type(mesh).__name__}. Give a list of jax.sharding.Mesh, or of the "
-            "sizes "
+            f"meshes: {mesh!r} is a {type(mesh).__name__}. Give a list of jax.sharding.Mesh, or of the sizes "
             'of their axes: meshes=[{"x": 2}, {"x": 4, "y": 2}].'
         )
     sizes = tuple(mesh.values())
