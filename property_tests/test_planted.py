@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 
 import statemesh as sm
 from statemesh.testing import arrays, locate
-from statemesh.testing._program._stacked import Scope
+from statemesh.testing._program._stacked import MappedAxes
 from statemesh.testing._program._trace import trace
 from tests.testing.by_numpy import compare_by_numpy
 
@@ -140,7 +140,7 @@ def test_numpy_computes_what_the_replay_computes(model: str) -> None:
     arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
     closed = trace(mapped(case), treedef, arrays).closed
     given = [x for x in arrays if isinstance(x, jax.Array)]
-    assert len(compare_by_numpy(closed, given, Scope(), wide=True)) > 10
+    assert len(compare_by_numpy(closed, given, MappedAxes(), wide=True)) > 10
 
 
 # What `locate` alone does not see: values that the check changes, narrow dtypes, another form, promises.

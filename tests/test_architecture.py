@@ -102,6 +102,8 @@ def _beyond_the_door(name: str) -> list[str]:
             used += [a.name for a in ours if (a.name, a.asname) != ("statemesh", "sm")]
         if isinstance(node, ast.ImportFrom):
             outside = node.level > name.count("/")
+            if (node.module or "") == "_base._libraries":
+                continue  # What a library's file is, is asked in one place, and no result hangs on it.
             if outside or (node.module or "").split(".")[0] == "statemesh":
                 used.append(f"{'.' * node.level}{node.module}")
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":

@@ -13,19 +13,16 @@ import numpy as np
 from .._axes._mesh_and_lanes import MERGING
 from .._axes._reduction import GRADIENT, LOSS, REDUCING
 from .._base._errors import first_paths
+from .._base._libraries import is_library
 from .._base._types import Array, AxisName, Leaf
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
-from .._jax._frames import OWN_FOLDER
 from ._explanation import Collective
 
 
 # The file and the line of a frame.
 Frame: TypeAlias = tuple[str, int]
-
-# Libraries that stand around users' functions, and around ours. Nobody looks for a line there.
-_AROUND = re.compile(r"[\\/]site-packages[\\/](equinox|jaxtyping|beartype)[\\/]|^<@beartype")
 
 
 def frames_of(eqn: Equation) -> tuple[Frame, ...]:
@@ -36,7 +33,7 @@ def frames_of(eqn: Equation) -> tuple[Frame, ...]:
 
 
 def _is_users(frame: Frame) -> bool:
-    return not frame[0].startswith((OWN_FOLDER, compat.JAX_FOLDER)) and not _AROUND.search(frame[0])
+    return not is_library(frame[0])
 
 
 def user_line(frames: Sequence[Frame]) -> str:

@@ -1,13 +1,13 @@
 """Tracebacks without the frames of this package, as JAX leaves out its own."""
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
+from .._base._libraries import OWN_FOLDER
 from .._base._types import PyTree
 from . import _compat as compat
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 else:
     F = TypeVar("F")  # Without the bound, which a run-time type checker would check at every call.
 
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SETTING = "JAX_TRACEBACK_FILTERING"
 _NOTE = (
     "--------------------\n"

@@ -101,18 +101,14 @@ def assert_budget(
     if bytes is not None and endless and bytes != math.inf:
         head = f"bytes sent: an unknown number where {bytes} B are allowed"
         over.append(_listed(head, _lines(endless)))
-    elif bytes is not None and explanation.bytes > bytes:
-        over.append(_over("bytes sent", explanation.bytes, bytes, _lines(exchanges)))
+    else:
+        over += _over("bytes sent", explanation.bytes, bytes, _lines(exchanges))
     for what in ("peak", "allocated", "temporaries", "donated"):
         if limits[what] is not None:
             over += _memory(explanation, leaves, what, limits[what])
-    total = sum(row.bytes for row in leaves)
-    if held is not None and total > held:
-        over.append(_over("bytes held", total, held, map(_held, leaves)))
-    total = sum(row.moved for row in leaves)
-    if moved is not None and total > moved:
-        lines = [f"{row.path}: {row.moved} B" for row in leaves if row.moved]
-        over.append(_over("bytes moved", total, moved, lines))
+    over += _over("bytes held", sum(row.bytes for row in leaves), held, map(_held, leaves))
+    lines = (f"{row.path}: {row.moved} B" for row in leaves if row.moved)
+    over += _over("bytes moved", sum(row.moved for row in leaves), moved, lines)
     if over:
         head = f"{explanation.name}: the call is over its budget."
         raise AssertionError("\n".join([head, *over]))
@@ -126,13 +122,13 @@ def _check_limits(limits: Mapping[str, Any]) -> None:
             f"{', '.join(limits)}. What the call takes now is in `explain(fun, *args)`."
         )
     for name, limit in limits.items():
-        kinds = "a number"
-        if name == "collectives":
-            kinds = "a number, or a dictionary with a number for each cause"
-        several = name == "collectives" and isinstance(limit, Mapping)
-        for number in limit.values() if several else [limit] if limit is not None else []:
+        several = ", or a dictionary with a number for each cause" if name == "collectives" else ""
+        numbers_of = limit.values() if several and isinstance(limit, Mapping) else [limit]
+        for number in numbers_of if limit is not None else ():
             if isinstance(number, bool) or not isinstance(number, numbers.Real):
-                raise TypeError(f"assert_budget: {name} is {limit!r}, but must be {kinds}.")
+                raise TypeError(
+                    f"assert_budget: {name} is {limit!r}, but must be a number{several}."
+                )
             if float(number) < 0:
                 raise ValueError(
                     f"assert_budget: {name} is {limit!r}, but no call takes less than 0."
@@ -196,20 +192,16 @@ def _memory(
     if what == "donated":
         head = f"donated: {size} B where at least {limit} B are asked for"
         return [_listed(head, map(_held, leaves))] if size < limit else []
-    if size <= limit:
-        return []
-    lines = [
-        f"{part}: {getattr(memory, part)} B" for part in ("arguments", "results", "temporaries")
-    ]
+    parts = ("arguments", "results", "temporaries")
+    lines = [f"{part}: {getattr(memory, part)} B" for part in parts]
     donated = f"donated, and held once: {memory.donated} B"
     lines.append(donated if memory.donated else "nothing is donated")
     rows = {row.path: row for row in leaves}
     for path, held in _largest(memory.by_argument):
         lines.append(_held(rows[path], held) if path in rows else f"{path}: {held} B")
-    for path, held in _largest(memory.by_result):
-        if path not in rows:
-            lines.append(f"{path}: {held} B, a result")
-    return [_over(what, size, limit, lines)]
+    results = (pair for pair in _largest(memory.by_result) if pair[0] not in rows)
+    lines += [f"{path}: {held} B, a result" for path, held in results]
+    return _over(what, size, limit, lines)
 
 
 def _largest(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -220,8 +212,11 @@ def _held(row: Any, held: int | None = None) -> str:
     return f"{row.path}: {row.bytes if held is None else held} B, as {row.enters} ({row.placed_by})"
 
 
-def _over(what: str, size: int, limit: int | float, lines: Iterable[str]) -> str:
-    return _listed(f"{what}: {size} B where {limit} B are allowed", lines)
+def _over(what: str, size: int, limit: int | float | None, lines: Iterable[str]) -> list[str]:
+    """What is said of a size that is over its limit, if there is one."""
+    if limit is None or size <= limit:
+        return []
+    return [_listed(f"{what}: {size} B where {limit} B are allowed", lines)]
 
 
 # More lines are counted and not shown.

@@ -1,57 +1,23 @@
-"""A cache with a bound, and hashable keys that stand for static values in the keys of caches."""
+"""A cache with a bound, and what its keys are made of: values, functions, and all that these depend on."""
 
-import pickle
+import dataclasses
+import functools
+import hashlib
+import itertools
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+import equinox as eqx
+import jax
+import numpy as np
 
-def is_hashable(x: object) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
+import statemesh as sm
 
-
-def equal_values(a: Any, b: Any) -> bool:
-    """Whether two objects are equal by their own `__eq__`."""
-    try:
-        return bool(a == b)
-    except Exception:  # An `__eq__` of the user's may raise anything.
-        return False
-
-
-class _Key:
-    """A value with its own `__eq__`, except that it always equals itself."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.key = type(value), hash(value)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Key) or self.key != other.key:
-            return False
-        return self.value is other.value or equal_values(self.value, other.value)
-
-
-def static_key(x: Any) -> Hashable | None:
-    """A key that is equal for equal values of one type.
-
-    A value without a hash is known by its pickle. A value that cannot be pickled either may have changed by
-    the next call: its key is `None`.
-    """
-    if isinstance(x, float):  # nan is not equal to itself, and -0.0 is to 0.0
-        return type(x), x.hex()
-    if is_hashable(x):
-        return _Key(x)
-    try:
-        return type(x), pickle.dumps(x)
-    except Exception:  # Pickling may raise whatever a part of the value raises.
-        return None
+from .._base._libraries import is_library_module
+from ._program._numbers import data_of
+from ._types import PyTree
 
 
 Entry = TypeVar("Entry")
@@ -80,3 +46,236 @@ class Recent(Generic[Entry]):
 
     def forget(self, key: Hashable) -> None:
         self._entries.pop(key, None)
+
+
+# Keys
+
+
+def is_hashable(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def equal_values(a: Any, b: Any) -> bool:
+    """Whether two objects are equal by their own `__eq__`."""
+    try:
+        return bool(a == b)
+    except Exception:  # An `__eq__` of the user's may raise anything.
+        return False
+
+
+class _ValueKey:
+    """A value with its own `__eq__`, except that it always equals itself.
+
+    With `id` in the place of `hash` it equals nothing else. It is kept alive, so that its address is not used
+    again.
+    """
+
+    def __init__(self, value: Any, number: Callable[[Any], int] = hash) -> None:
+        self.value = value
+        self.key = type(value), number(value)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _ValueKey) or self.key != other.key:
+            return False
+        return self.value is other.value or equal_values(self.value, other.value)
+
+
+def static_key(x: Any) -> Hashable:
+    """A key that is equal for equal values of one type. Where a value cannot be known, it equals no other."""
+    if isinstance(x, float):  # NaN is not equal to itself, and -0.0 is to 0.0.
+        return type(x), x.hex()
+    return _ValueKey(x) if is_hashable(x) else environment(x) or object()
+
+
+# An environment of more objects, or an array of more bytes, is not compared.
+_MOST_OBJECTS = 20_000
+_MOST_BYTES = 2**27
+# Up to this size the numbers of an array of JAX are compared, so that an equal one made anew is the same.
+_SMALL = 2**12
+
+_PLAIN = (int, bool, str, bytes, type(None), type(...), type(NotImplemented))
+# What has no state of its own besides what its module or class makes it.
+_BY_IDENTITY: tuple[type, ...] = (
+    *(types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType),
+    *(types.MemberDescriptorType, types.ClassMethodDescriptorType, types.ModuleType, np.ufunc),
+)
+# What holds other objects under these names, and nothing else.
+_HOLDERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (functools.partial | eqx.Partial, ("func", "args", "keywords")),
+    (types.MethodType, ("__func__", "__self__")),
+    (staticmethod | classmethod, ("__func__",)),
+    (property, ("fget",)),
+    (types.BuiltinFunctionType, ("__name__", "__self__")),
+)
+# The key of an object itself, and the objects that it holds.
+_Apart = tuple[Hashable, Iterable[Any]]
+
+
+class _Unknown(Exception):
+    """What a value is cannot be told from what it was."""
+
+
+def environment(*values: Any) -> Hashable | None:
+    """A key that is equal in two calls only if functions compute the same from the same arguments.
+
+    It holds the code, the defaults, what is closed over, and the globals that the code names, and what these
+    hold in turn. Of modules of the standard library and of installed packages it is assumed that their
+    globals stay. Classes of the user's own count with their methods.
+
+    **Arguments:**
+
+    - `values`: functions. Classes, modules and other objects are taken apart in the same way.
+
+    **Returns:** a key; `None` where it cannot be known, such as for an iterator or a tracer.
+    """
+    keys: list[Hashable] = []
+    # The objects that were met, which are kept so that no other gets the address of one of them.
+    met: dict[int, tuple[int, Any]] = {}
+    # A stack of its own, because what objects hold can be nested more deeply than Python calls can.
+    stack: list[Iterator[Any]] = [iter(values)]
+    while stack:
+        x = next(stack[-1], stack)
+        if x is stack:
+            stack.pop()
+        elif type(x) in _PLAIN:
+            keys.append((type(x), x))
+        elif id(x) in met:
+            keys.append(("met", met[id(x)][0]))
+        else:
+            met[id(x)] = len(met), x
+            try:
+                key, held = _taken_apart(x)
+            except _Unknown:
+                return None
+            if len(met) > _MOST_OBJECTS:
+                return None
+            keys.append(key)
+            stack.append(iter(held))
+    return tuple(keys)
+
+
+def held_by(args: PyTree) -> list[Any]:
+    """What of arguments an environment holds too: the classes of their nodes, and functions in them."""
+    classes: dict[type, None] = {}
+
+    def is_leaf(node: Any) -> bool:
+        classes[type(node)] = None
+        return False
+
+    functions = [x for x in jax.tree.leaves(args, is_leaf=is_leaf) if callable(x)]
+    return [cls for cls in classes if not is_library_module(cls.__module__)] + functions
+
+
+def _taken_apart(x: Any) -> _Apart:
+    kind: Any = type(x)
+    if kind is float:  # NaN is not equal to itself, and -0.0 is to 0.0.
+        return x.hex(), ()
+    if isinstance(x, types.FunctionType):
+        return x.__code__, _held_by_function(x)
+    if isinstance(x, type):
+        return _ValueKey(x, id), _held_by_class(x)
+    if isinstance(x, _BY_IDENTITY):
+        return _ValueKey(x, id), ()
+    if isinstance(x, np.ndarray | np.generic | jax.Array):
+        return _array_apart(x)
+    if isinstance(x, dict):
+        return (kind, len(x)), itertools.chain.from_iterable(x.items())
+    if isinstance(x, list | tuple | set | frozenset):
+        return (kind, len(x)), x
+    for holder, names in _HOLDERS:
+        if isinstance(x, holder):
+            return kind, [getattr(x, name) for name in names]
+    if isinstance(x, types.CellType):
+        try:
+            return kind, (x.cell_contents,)
+        except ValueError:  # The variable has no value yet.
+            return "empty", ()
+    if sm.is_state(x) or isinstance(x, sm.Packed):
+        leaves, structure = jax.tree.flatten(x)
+        return kind, (structure, *leaves)
+    if hasattr(x, "__wrapped__"):
+        # A function under `jax.jit`, or in a mapping: what is wrapped, as this very object wraps it.
+        return _ValueKey(x, id), (x.__wrapped__,)
+    return _object_apart(x)
+
+
+def _array_apart(x: Any) -> _Apart:
+    if isinstance(x, jax.core.Tracer):
+        raise _Unknown
+    is_large = isinstance(x, jax.Array) and (x.size > _SMALL or not x.is_fully_addressable)
+    if is_large or (isinstance(x, jax.Array) and x.is_deleted()):
+        return _ValueKey(x, id), ()
+    numbers = np.asarray(data_of(x))
+    weak, sharding = getattr(x, "weak_type", None), getattr(x, "sharding", None)
+    key = type(x), str(x.dtype), weak, sharding, numbers.shape
+    if numbers.dtype.hasobject:
+        return key, numbers.reshape(-1).tolist()
+    if numbers.nbytes > _MOST_BYTES:
+        raise _Unknown
+    data = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).tobytes()
+    return (key, hashlib.blake2b(data, digest_size=16).digest()), ()
+
+
+def _object_apart(x: Any) -> _Apart:
+    """An object is a value, or what its `__dict__` holds, or cannot be known."""
+    kind: Any = type(x)
+    held = getattr(x, "__dict__", None)
+    of_jax = kind.__module__.split(".")[0] in ("jax", "jaxlib")
+    is_reference = of_jax and hasattr(x, "__setitem__")
+    by_identity: Any = object.__hash__
+    # A value's class says when two are equal. Devices, meshes and the like of JAX never change.
+    is_value = is_hashable(x) and (
+        (of_jax and not is_reference) or kind.__hash__ is not by_identity
+    )
+    whole = held is None or is_library_module(kind.__module__)
+    if whole and is_value and not dataclasses.is_dataclass(x):
+        return _ValueKey(x), ()
+    if held is None or isinstance(x, Iterator) or is_reference:
+        raise _Unknown
+    return kind, (kind, held)
+
+
+def _held_by_function(fun: types.FunctionType) -> Iterator[Any]:
+    yield from (fun.__defaults__, fun.__kwdefaults__, *(fun.__closure__ or ()))
+    yield fun.__dict__ or None
+    # Not its `__module__`, which `functools.wraps` copies from another function.
+    if is_library_module(fun.__globals__.get("__name__")):
+        return
+    names = _names(fun.__code__)
+    for name in names:
+        if name not in fun.__globals__:
+            continue
+        value = fun.__globals__[name]
+        yield from (name, value)
+        if isinstance(value, types.ModuleType) and not is_library_module(value.__name__):
+            # What the code takes from a module has its name in the code, too.
+            for inner in names:
+                if inner in vars(value):
+                    yield from (inner, vars(value)[inner])
+
+
+def _held_by_class(cls: type) -> Iterator[Any]:
+    if is_library_module(cls.__module__):
+        return
+    yield from cls.__bases__
+    # Those of a named tuple.
+    fields = getattr(cls, "_fields", ()) if issubclass(cls, tuple) else ()
+    for name, value in vars(cls).items():
+        # Fields and slots are what objects hold, and what Python and `abc` keep of a class is no code.
+        is_code = not name.startswith(("__", "_abc")) or isinstance(value, types.FunctionType)
+        if is_code and not isinstance(value, types.MemberDescriptorType) and name not in fields:
+            yield from (name, value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes in a function's code, and in the code of the functions in it."""
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return tuple(dict.fromkeys(itertools.chain(code.co_names, *inner)))

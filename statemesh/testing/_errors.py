@@ -1,55 +1,11 @@
 """Every error that `statemesh.testing` raises, except the report of a failed check."""
 
-import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, get_args
-
-from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
 from ._types import DType
-
-
-@dataclasses.dataclass(frozen=True)
-class BrokenPromise:
-    """A result or a predicate that should be the same on all shards, although their copies differ.
-
-    **Attributes:**
-
-    - `path`: the path of the result, as the user would type it.
-    - `what`: its dtype and shape.
-    - `spec`: its out spec.
-    - `axis_names`: the axes that the spec leaves out.
-    - `amount`: the largest difference.
-    - `index`: the index of the largest difference.
-    - `shards`: the coordinates of the two shards that differ there.
-    - `control`, `collectives`: for a predicate, its primitive and the collectives inside; else empty.
-    """
-
-    path: str
-    what: str
-    spec: PartitionSpec | None
-    axis_names: tuple[Hashable, ...]
-    amount: float
-    index: tuple[int, ...]
-    shards: tuple[str, str]
-    control: str = ""
-    collectives: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        if self.control:
-            inside = ", ".join(f"`{name}`" for name in self.collectives)
-            return (
-                f"  - a `{self.control}` with {inside} over {names(self.axis_names)} inside goes one way on "
-                f"{self.shards[0]}, another on {self.shards[1]}"
-            )
-        at = f"at {list(self.index)} " if self.index else ""
-        return (
-            f"  - {self.path}: {self.what} with out spec {spec_str(self.spec or ())} is one copy for all "
-            f"shards along {names(self.axis_names)}, but differs by {self.amount:.6g} {at}between "
-            f"{self.shards[0]} and {self.shards[1]}"
-        )
 
 
 def names(names: Iterable[object]) -> str:

@@ -8,11 +8,11 @@ import numpy as np
 
 from statemesh.testing._locate._evaluate import Evaluator, in_numpy, results_by_numpy
 from statemesh.testing._locate._graph import graph_of
-from statemesh.testing._program._stacked import Scope, Stacked
+from statemesh.testing._program._stacked import MappedAxes, Stacked
 from statemesh.testing._program._trace import NO_MESH
 
 
-def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: Scope, wide: bool) -> set[str]:
+def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: MappedAxes, wide: bool) -> set[str]:
     """Run a program node by node. What NumPy computes must be what the replay computes.
 
     **Returns:** the names of the operations that were compared.
@@ -41,7 +41,7 @@ def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: Scope, wide: boo
     return {name for name, *_ in compared}
 
 
-def assert_same(result: Stacked, other: Stacked, scope: Scope, wide: bool) -> None:
+def assert_same(result: Stacked, other: Stacked, scope: MappedAxes, wide: bool) -> None:
     assert result.x.dtype == other.x.dtype
     # One of the two may have a copy for each shard where the other has one for all.
     names = {*result.axes, *other.axes}

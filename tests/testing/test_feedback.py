@@ -255,3 +255,11 @@ def test_a_mistake_that_only_the_second_call_makes_is_found() -> None:
         "From call to call step(...)['slots'] becomes args[0], "
         "step(...)['rest'][1] becomes kwargs['total']."
     )
+
+
+def test_an_array_that_its_name_and_its_shape_tell_is_fed_back_once() -> None:
+    def step(x: Any, mean: Any) -> Any:
+        return x - mean, {"mean": 2 * mean}
+
+    options: Any = {"kwargs": {"mean": W}, "out_specs": (ROWS, WHOLE), "meshes": [NO_DEVICES]}
+    assert check(step, X, **options).fed_back == (("kwargs['mean']", "step(...)[1]['mean']"),)

@@ -2,6 +2,7 @@
 
 import importlib
 import pathlib
+import subprocess
 import sys
 import types
 from typing import Any
@@ -56,3 +57,16 @@ def test_a_cell_of_a_notebook_is_named_by_its_number(monkeypatch: pytest.MonkeyP
     exec(compile(code, file, "exec"), cell)
     with pytest.warns(UntestedWarning, match=r"The `while_loop` at Cell In\[3\]:2 was stopped"):
         check(cell["doubled"], np.zeros(4, np.float32), in_specs=P(), out_specs=P())
+
+
+def test_explain_names_the_code_of_the_command_line() -> None:
+    code = (
+        "import jax, statemesh as sm\n"
+        "from jax.sharding import AbstractMesh, PartitionSpec as P\n"
+        "total = lambda x: jax.lax.psum(x, 'x')\n"
+        "mapped = sm.shard_map(total, AbstractMesh((2,), ('x',)), in_specs=P('x'), out_specs=P())\n"
+        "print(sm.explain(mapped, jax.numpy.ones(4)))\n"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
+    assert "your code, <string>:3" in run.stdout

@@ -17,7 +17,7 @@ import statemesh as sm
 from statemesh.testing import Located, assert_equivalent, locate
 from statemesh.testing._locate import _compare, _locate
 from statemesh.testing._locate._locate import located_or_why
-from statemesh.testing._program._stacked import Scope
+from statemesh.testing._program._stacked import MappedAxes
 from tests.helpers import make_mesh, slow
 
 from .by_numpy import compare_by_numpy
@@ -306,7 +306,7 @@ def test_numpy_computes_what_the_replay_computes(wide: bool) -> None:
                 closed = jax.make_jaxpr(fun)(x, x[::-1])
             except TypeError:  # There is no such operation on this dtype.
                 continue
-            compared |= compare_by_numpy(closed, (x, x[::-1]), Scope(), wide)
+            compared |= compare_by_numpy(closed, (x, x[::-1]), MappedAxes(), wide)
     assert {"not", "reduce_and", "argmax", "sign", "integer_pow", "dynamic_slice"} <= compared
 
 

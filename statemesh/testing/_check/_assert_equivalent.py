@@ -8,10 +8,11 @@ from typing import Any, Literal
 import statemesh as sm
 
 from .. import _errors as errors
+from .._caches import environment, held_by
 from .._errors import check
+from .._program._trace import name_of
 from .._types import Fun, PyTree, tree_util
 from ._check import Check, Checked
-from ._environment import environment, held_by
 from ._feedback import Named, is_within, path_of
 from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
 from ._subject import Subject
@@ -158,11 +159,11 @@ def assert_equivalent(
         "state_out_specs": state_out_specs,
         "check_vma": check_vma,
     }
-    name = getattr(fun, "__name__", type(fun).__name__)
+    name = name_of(fun)
     is_mapped = isinstance(fun, sm.StatefulMapping)
     if is_mapped and (twice := [key for key, value in specs.items() if value not in (None, ...)]):
         raise TypeError(
-            f"{getattr(fun, '__name__', 'fun')} is mapped already, with specs of its own: leave out "
+            f"{name} is mapped already, with specs of its own: leave out "
             f"{', '.join(twice)}, or give the function that it was made from."
         )
     missing = [key for key in ("in_specs", "out_specs") if specs[key] is ...]
@@ -170,19 +171,19 @@ def assert_equivalent(
         raise TypeError(
             f"{name} is not mapped yet: give {' and '.join(missing)}, or the function that shard_map returns."
         )
-    given = as_arrays((tuple(args), dict(kwargs or {})))
+    call = as_arrays((tuple(args), dict(kwargs or {})))
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
-    paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(given)[0]]
+    paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(call)[0]]
     if unknown := [path for path in keep if not any(is_within(known, path) for known in paths)]:
         raise sm.StructureError(
             f"keep: no argument has the path {', '.join(map(repr, unknown))}. The paths of the arguments are "
             f"{', '.join(paths)}; a shorter one, such as 'args[0]', stands for all that begin with it."
         )
-    key = environment(fun, *held_by(given))
+    key = environment(fun, *held_by(call))
     statics = None if is_mapped else StaticLeaves({**specs, "check_vma": check_vma is not False})
     subject = Subject(
         name=name,
-        args=given,
+        args=call,
         meshes=[kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in on_meshes],
         unsharded=unsharded,
         steps=steps,

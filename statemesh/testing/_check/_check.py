@@ -1,8 +1,9 @@
 """The comparisons that `assert_equivalent` makes."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import equinox as eqx
@@ -16,14 +17,17 @@ from .._locate._lines import line_of
 from .._locate._locate import located_or_why
 from .._program._doubled import narrowed, widened
 from .._program._jaxprs import Equation
-from .._program._numbers import Rounding
-from .._types import Numbers, PyTree
+from .._program._numbers import Rounding, numbers
+from .._program._trace import on_one_device
+from .._types import Args, Numbers, PyTree
 from . import _report as report
 from . import _values as values
-from ._judge import Chain, Judge, Mismatch, doubled_chain, excused, unequal_copies
-from ._programs import Args, FunctionOnMesh, Reference, chained, results_of
+from ._copies import unequal_copies
+from ._form import form_differences
+from ._judge import Judge, Mismatch, excused
+from ._programs import Chain, FunctionOnMesh, Programs, chained, results_of
 from ._subject import Subject
-from ._untested import CallsMade
+from ._untested import CallsMade, untested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,29 +99,53 @@ class Calls:
         return self.on_mesh.label if self.counts is None and self.on_mesh.mesh.size > 1 else ""
 
     @cached_property
-    def reference(self) -> Reference:
+    def reference(self) -> Programs:
         return self.subject.reference(self.on_mesh)
 
     @cached_property
     def mesh(self) -> Chain:
         """The calls on the mesh in double precision."""
-        against = self.reference.doubled
+        programs, args = self.subject.programs(self.on_mesh), widened(self.args)
         with self.subject.noting(self.on_mesh.label):
-            doubled, args = self.subject.programs(self.on_mesh).doubled, widened(self.args)
-            return doubled_chain(
-                doubled, args, self.subject.feed, self.steps, compared_with=against
-            )
+            return Chain(programs, args, self.subject.feed, self.steps, self.reference)
 
     @cached_property
     def right(self) -> Chain:
         """The calls of the reference."""
         with self.subject.noting(f"for {self.reference.what}"):
-            return self.reference.chain(self.args, self.steps, self.subject.feed)
+            return Chain(self.reference, widened(self.args), self.subject.feed, self.steps)
 
-    @cached_property
-    def again(self) -> list[PyTree]:
-        """The calls of the reference in its own dtypes."""
-        return chained(self.reference.compiled, self.args, self.steps, self.subject.feed)
+    def again(self, step: int) -> list[Numbers]:
+        """The numbers of a call of the reference in its own dtypes."""
+        results = chained(self.reference.jitted, self.args, step + 1, self.subject.feed)
+        return list(map(numbers, jax.tree.leaves(results[step])))
+
+
+@dataclasses.dataclass(eq=False)
+class _Off(Exception):
+    """What ends a comparison: a call gives other results than it should.
+
+    **Attributes:**
+
+    - `step`: the number of the call.
+    - `lines`: what is off, in words.
+    - `count`: how many results are off.
+    - `gradient`: whether only the gradient is.
+    - `has_line`: whether a line of the program can be at fault.
+    """
+
+    step: int
+    lines: Sequence[str]
+    count: int = 1
+    gradient: bool = False
+    has_line: bool = True
+
+
+@dataclasses.dataclass(eq=False)
+class _Unended(Exception):
+    """What ends a comparison: loops were stopped."""
+
+    loops: Sequence[Equation]
 
 
 class Check:
@@ -152,98 +180,68 @@ class Check:
                 label = f"{on_mesh.label} {what}"
                 self._compared(Calls(subject, on_mesh, label, args, 1, counts, on_devices))
 
+    @contextlib.contextmanager
+    def _recording(self, calls: Calls, label: str) -> Iterator[None]:
+        """Note that the calls which are compared inside agree, or how they fail."""
+        try:
+            yield
+            self.agreed.append(label)
+        except _Unended as stopped:
+            for loop in stopped.loops:
+                self.unended.setdefault(str(line_of(loop) or "a library"), label)
+        except _Off as off:
+            at = (
+                f"{label}, call {off.step + 1} of {calls.steps}, "
+                if calls.steps > 1
+                else f"{label}, "
+            )
+            # The line is the same on every mesh.
+            if self.failed:
+                self.failed.append(report.fails_too(at, off.count))
+                return
+            place = located_in(calls, off.step, gradient=off.gradient) if off.has_line else []
+            lines = [*place, *off.lines]
+            self.failed.append(report.failed_call(at, calls.reference.what, lines))
+
     def _compared(self, calls: Calls) -> list[PyTree]:
         """Compare calls on a mesh. They are replayed first: on devices a program that is wrong may hang.
 
         **Returns:** the results on devices; empty if there are none or if the replay is off already.
         """
         subject, on_mesh = self.subject, calls.on_mesh
-        with subject.noting(on_mesh.label):
-            form = subject.programs(on_mesh).doubled.of(subject.types).trace.form
-        with subject.noting(f"for {calls.reference.what}"):
-            lines = subject.other_form(form, calls.reference.form(subject.types, calls.args))
-        if lines:
-            self._fail(calls, calls.label, 0, lines, located=False)
-            return []
-        for step in range(calls.steps):
-            if self._replay_fails(calls, step):
-                return []
-        # With values that are not the caller's a loop might run for ever on devices.
-        others = calls.args is not subject.args and calls.on_devices
-        if others and self._note_unended(calls, calls.right.unended("own")):
-            return []
         results: list[PyTree] = []
-        if on_mesh.has_devices and calls.on_devices:
+        with self._recording(calls, calls.label):
             with subject.noting(on_mesh.label):
-                results = chained(on_mesh.mapped, calls.args, calls.steps, subject.feed)
-            if self._fails(calls, calls.label, results):
-                return []
-        self.agreed.append(calls.label)
-        if on_mesh is subject.meshes[-1]:
-            self.calls_made += [
-                (call.args.values, results_of(call.results.values)) for call in calls.mesh.exact
-            ]
+                form = subject.programs(on_mesh).of(subject.types).trace.form
+            with subject.noting(f"for {calls.reference.what}"):
+                right = calls.reference.form(subject.types, calls.args)
+            self._compare_forms(calls, 0, form, right)
+            for step in range(calls.steps):
+                self._compare_replays(calls, step)
+            # With values that are not the caller's a loop might run for ever on devices.
+            others = calls.args is not subject.args and calls.on_devices
+            if others and (loops := calls.right.unended("own")):
+                raise _Unended(loops)
+            if on_mesh.has_devices and calls.on_devices:
+                with subject.noting(on_mesh.label):
+                    on_devices = chained(on_mesh.mapped, calls.args, calls.steps, subject.feed)
+                self._compare_devices(calls, on_devices)
+                results = on_devices
+            if on_mesh is subject.meshes[-1]:
+                self.calls_made += [
+                    (call.args.values, results_of(call.results.values)) for call in calls.mesh.exact
+                ]
         return results
-
-    def _note_unended(self, calls: Calls, loops: Sequence[Equation]) -> bool:
-        for loop in loops:
-            self.unended.setdefault(str(line_of(loop) or "a library"), calls.label)
-        return bool(loops)
-
-    def _replay_fails(self, calls: Calls, step: int) -> bool:
-        """Whether a call on the mesh is off in the replay, or cannot be compared."""
-        call, right = calls.mesh.exact[step], calls.right.exact[step]
-        if self._note_unended(calls, call.unended or right.unended):
-            return True
-        if lines := self.subject.other_form(call.results.types, right.results.types):
-            self._fail(calls, calls.label, step, lines, located=False)
-            return True
-        if broken := calls.mesh.broken(step):
-            self._fail(calls, calls.label, step, report.broken_promises(broken))
-            return True
-        leaves = self.subject.leaves(call.results.types)
-        chains, is_plain = (calls.mesh, calls.right), calls.reference.doubled is None
-        rounding: Rounding = "own" if is_plain else "double"
-        off = self.judge.compare(rounding, step, leaves, call.numbers, chains, calls.place)
-        return self._report(calls, calls.label, step, off)
-
-    def _fails(self, calls: Calls, label: str, results: Sequence[PyTree], first: int = 0) -> bool:
-        """Whether results of calls on devices, from call `first` on, are off."""
-        chains = calls.mesh, calls.right
-        for step, result in enumerate(results, first):
-            leaves = self.subject.leaves(result)
-            copies = [
-                unequal_copies(leaf, step, number, chains)
-                for number, leaf in enumerate(leaves)
-                if number not in self.subject.left_out
-            ]
-            if lines := [line for line in copies if line]:
-                self._fail(calls, label, step, [*lines, report.UNREDUCED])
-                return True
-            got = [leaf.value for leaf in leaves]
-            off = self.judge.compare("own", step, leaves, got, chains)
-            if calls.reference.doubled is not None and self.subject.unsharded is not False:
-                off = excused(off, functools.partial(self._again, calls, step))
-            if self._report(calls, label, step, off):
-                return True
-        return False
-
-    def _again(self, calls: Calls, step: int) -> list[Numbers]:
-        """The numbers of a call of the reference in its own dtypes."""
-        return [leaf.value for leaf in self.subject.leaves(calls.again[step])]
 
     def _inside_jit(self, calls: Calls) -> None:
         """Compare the calls inside `jax.jit`, and on devices the gradient."""
         label = f"inside jit {calls.on_mesh.label}"
-        with self.subject.noting(label):
-            args, kwargs = calls.args
-            placed, jitted = (
-                (calls.on_mesh.mapped.place(*args), kwargs),
-                self.subject.programs(calls.on_mesh).jitted,
-            )
-            results = chained(jitted, placed, calls.steps, self.subject.feed)
-        if not self._fails(calls, label, results):
-            self.agreed.append(label)
+        with self._recording(calls, label):
+            with self.subject.noting(label):
+                placed = calls.on_mesh.mapped.place(*calls.args[0]), calls.args[1]
+                jitted = self.subject.programs(calls.on_mesh).jitted
+                results = chained(jitted, placed, calls.steps, self.subject.feed)
+            self._compare_devices(calls, results)
 
     def _moved(self, calls: Calls, before: Sequence[PyTree], results: Sequence[PyTree]) -> None:
         """Compare calls with models that were saved halfway, loaded, and placed on this mesh."""
@@ -254,43 +252,57 @@ class Check:
         for result in (before or results)[:half]:
             args = subject.feed(args, result)
         label = f"saved {source} and placed {calls.on_mesh.label}"
-        with subject.noting(label):
-            loaded = values.saved(args)
-            results = chained(calls.on_mesh.mapped, loaded, calls.steps - half, subject.feed)
-        if not self._fails(calls, label, results, half):
-            self.agreed.append(label)
+        with self._recording(calls, label):
+            with subject.noting(label):
+                # As what a file holds: on no mesh.
+                loaded = jax.tree.map(on_one_device, args)
+                results = chained(calls.on_mesh.mapped, loaded, calls.steps - half, subject.feed)
+            self._compare_devices(calls, results, half)
 
-    # What is reported
+    def _compare_forms(self, calls: Calls, step: int, got: PyTree, want: PyTree) -> None:
+        """Compare structures, dtypes and static values."""
+        name, dtypes = f"{self.subject.name}(...)", calls.reference.is_traced
+        if lines := form_differences(name, results_of(got), results_of(want), dtypes=dtypes):
+            raise _Off(step, [f"  - {line}." for line in lines], has_line=False)
 
-    def _report(self, calls: Calls, label: str, step: int, off: Sequence[Mismatch]) -> bool:
+    def _compare_replays(self, calls: Calls, step: int) -> None:
+        """Compare a call on the mesh with the reference, both in double precision."""
+        call, right = calls.mesh.exact[step], calls.right.exact[step]
+        if loops := call.unended or right.unended:
+            raise _Unended(loops)
+        self._compare_forms(calls, step, call.results.types, right.results.types)
+        if broken := calls.mesh.broken(step):
+            raise _Off(step, report.broken_promises(broken))
+        leaves = self.subject.leaves(call.results.types, call.numbers)
+        # A function of NumPy computes in its own dtypes only.
+        rounding: Rounding = "double" if calls.reference.is_traced else "own"
+        chains = calls.mesh, calls.right
+        off = self.judge.compare(rounding, step, leaves, chains, calls.place)
+        self._raise_if_off(calls, step, off)
+
+    def _compare_devices(self, calls: Calls, results: Sequence[PyTree], first: int = 0) -> None:
+        """Compare results of calls on devices, from call `first` on."""
+        chains = calls.mesh, calls.right
+        for step, result in enumerate(results, first):
+            leaves = self.subject.leaves(result)
+            compared = [leaf for leaf in leaves if leaf.number not in self.subject.left_out]
+            copies = [unequal_copies(leaf, step, chains) for leaf in compared]
+            if lines := [line for line in copies if line]:
+                raise _Off(step, [*lines, report.UNREDUCED])
+            off = self.judge.compare("own", step, leaves, chains)
+            if calls.reference.is_traced and self.subject.unsharded is not False:
+                off = excused(off, functools.partial(calls.again, step))
+            self._raise_if_off(calls, step, off)
+
+    def _raise_if_off(self, calls: Calls, step: int, off: Sequence[Mismatch]) -> None:
         off = [mismatch for mismatch in off if calls.counts is None or calls.counts(mismatch)]
         if not off:
-            return False
+            return
         # Where results are off, their gradient is off in consequence.
         count = self.subject.count
-        shown = [mismatch for mismatch in off if mismatch.number < count] or off
+        shown = [mismatch for mismatch in off if mismatch.leaf.number < count] or off
         lines = report.results(_with_arrays_of_mesh(calls, shown))
-        self._fail(calls, label, step, lines, of=len(shown), gradient=shown[0].number >= count)
-        return True
-
-    def _fail(
-        self,
-        calls: Calls,
-        label: str,
-        step: int,
-        lines: Sequence[str],
-        *,
-        of: int = 1,
-        gradient: bool = False,
-        located: bool = True,
-    ) -> None:
-        at = f"{label}, call {step + 1} of {calls.steps}, " if calls.steps > 1 else f"{label}, "
-        # The line is the same on every mesh.
-        if self.failed:
-            self.failed.append(report.fails_too(at, of))
-            return
-        place = located_in(calls, step, gradient=gradient) if located else []
-        self.failed.append(report.failed_call(at, calls.reference.what, [*place, *lines]))
+        raise _Off(step, lines, count=len(shown), gradient=shown[0].leaf.number >= count)
 
     def conclude(self) -> Checked:
         """What was checked.
@@ -301,16 +313,16 @@ class Check:
         if self.failed:
             fed_back = subject.feed_back if subject.in_a_row > 1 else None
             raise report.not_equivalent(subject.name, self.failed, self.agreed, fed_back)
-        calls = [subject.programs(on_mesh).doubled.of(subject.types) for on_mesh in subject.meshes]
+        calls = [subject.programs(on_mesh).of(subject.types) for on_mesh in subject.meshes]
         return Checked(
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
             differentiated=tuple(subject.paths[subject.count :]),
-            constant=subject.constant,
+            constant=tuple(subject.paths[k] for k in subject.selected.constant),
             unjudged=self.judge.unclear["double"],
             only_double=self.judge.unclear["own"],
             untested=(
-                *subject.untested(self.calls_made),
+                *untested(subject, self.calls_made),
                 *map(report.unjudged, self.judge.never_judged),
                 *(report.unended(line, label) for line, label in self.unended.items()),
             ),
@@ -339,8 +351,10 @@ def _with_arrays_of_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch
     if not calls.on_mesh.has_devices:
         return shown
     args, kwargs = calls.args
-    leaves = dict(enumerate(calls.subject.leaves(calls.on_mesh.mapped(*args, **kwargs))))
-    return [dataclasses.replace(x, leaf=leaves.get(x.number, x.leaf)) for x in shown]
+    arrays = dict(enumerate(jax.tree.leaves(calls.on_mesh.mapped(*args, **kwargs))))
+    leaves = [x.leaf for x in shown]
+    on_mesh = [dataclasses.replace(x, array=arrays.get(x.number, x.array)) for x in leaves]
+    return [dataclasses.replace(x, leaf=leaf) for x, leaf in zip(shown, on_mesh, strict=True)]
 
 
 def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
@@ -350,13 +364,12 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
     zeros. Then other values are tried first.
     """
     subject = calls.subject
-    if subject.unsharded is False or calls.reference.doubled is None:
+    if subject.unsharded is False or not calls.reference.is_traced:
         return []
     reference = subject.unsharded or subject.meshes[0].mapped.unsharded
     args_of_call = narrowed(calls.mesh.exact[step].args)
     tried = [(args_of_call, False)]
-    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
-    if step == 0 and any(map(_is_simple, jax.tree.leaves(args_of_call, is_leaf=is_state))):
+    if step == 0 and any(map(_is_simple, jax.tree.leaves(args_of_call, is_leaf=sm.is_state))):
         tried.insert(0, (values.generic(args_of_call, subject.keep), True))
     for args, generic in tried:
         place = located_or_why(

@@ -15,9 +15,8 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._caches import is_hashable
-from .._program._numbers import has_shape, is_key
-from .._program._trace import is_numpy
-from .._types import AnyLeaf, PyTree, tree_util
+from .._program._numbers import has_shape, is_key, is_numeric
+from .._types import AnyLeaf, Args, PyTree, tree_util
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,15 +89,15 @@ def path_of(keys: tuple[AnyLeaf, ...]) -> str:
     return f"{('args', 'kwargs')[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}"
 
 
+def owners(tree: PyTree, is_owner: Callable[[object], bool]) -> list[PyTree]:
+    """For each leaf of a tree the node of a kind that it is in, or the leaf itself."""
+    nodes = tree_util.tree_leaves(tree, is_leaf=is_owner)
+    return [node for node in nodes for _ in tree_util.tree_leaves(node)]
+
+
 def is_within(path: str, outer: str) -> bool:
     """Whether a path leads to a tree, or to a part of it."""
     return path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
-
-
-def is_numeric(x: AnyLeaf) -> bool:
-    """Whether a leaf is an array of numbers or keys, what stands for one, or a number."""
-    is_array = is_numpy(x) or (has_shape(x) and not isinstance(x, np.ndarray | np.generic))
-    return is_array or isinstance(x, bool | int | float | complex)
 
 
 def kind_of(x: AnyLeaf) -> str:
@@ -142,15 +141,14 @@ class FeedBack:
     def __bool__(self) -> bool:
         return bool(self.pairs)
 
-    def apply(
-        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], result: PyTree
-    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    def apply(self, args: Args, result: PyTree) -> Args:
         """The arguments of the next call."""
-        leaves, structure = tree_util.tree_flatten((tuple(args), dict(kwargs)))
+        leaves, structure = tree_util.tree_flatten(args)
         new = jax.tree.leaves(result)
         for to, source in self.numbers:
             leaves[to] = new[source]
-        return structure.unflatten(leaves)
+        following: Args = structure.unflatten(leaves)
+        return following
 
     def describe(self) -> str:
         """What is fed back, in words."""
@@ -158,14 +156,11 @@ class FeedBack:
 
 
 def find(
-    args: tuple[PyTree, ...],
-    kwargs: Mapping[str, PyTree],
+    args: Args,
     result: PyTree,
-    named: Named | None = None,
-    *,
-    name: str = "fun",
-    in_specs: Sequence[LeafSpec] | None = None,
-    out_specs: Sequence[LeafSpec] | None = None,
+    named: Named | None,
+    name: str,
+    specs: Mapping[str, PyTree] | None,
 ) -> FeedBack:
     """What of a result the next call gets.
 
@@ -185,18 +180,24 @@ def find(
 
     **Arguments:**
 
-    - `args`, `kwargs`, `result`: those of a call, or `ShapeDtypeStruct`s in place of arrays.
+    - `args`, `result`: those of a call, or `ShapeDtypeStruct`s in place of arrays.
     - `named`: pairs of paths, such as `{"args[0]": "[1]"}`, instead of what would be found.
     - `name`: what paths call the function.
-    - `in_specs`, `out_specs`: of each leaf of `(args, kwargs)` and of `result` its placement, as `leaf_specs`
-        gives it.
+    - `specs`: the `in_specs` and `out_specs` of the mapped function, where these are known.
 
     **Raises:** `StructureError` for `named` paths that do not exist, do not fit or overlap.
     """
     # The arguments as a whole, and those by keyword as a whole, are no part of them.
-    inner = [part for part in parts_of((tuple(args), dict(kwargs))) if len(part.keys) > 1]
-    arguments = _Subtrees(inner, lambda part: path_of(part.keys), in_specs)
-    returned = _Subtrees(parts_of(result), lambda part: f"{name}(...){part.path}", out_specs)
+    inner = [part for part in parts_of(args) if len(part.keys) > 1]
+    ins: list[LeafSpec] = []
+    outs: list[LeafSpec] = []
+    if specs is not None:
+        # Keyword arguments are replicated.
+        by_keyword = [PartitionSpec()] * len(jax.tree.leaves(args[1]))
+        ins = [*leaf_specs(specs["in_specs"], args[0]), *by_keyword]
+        outs = leaf_specs(specs["out_specs"], result)
+    arguments = _Side(inner, lambda part: path_of(part.keys), ins)
+    returned = _Side(parts_of(result), lambda part: f"{name}(...){part.path}", outs)
     if named is None:
         pairs = _by_structure(arguments, returned)
     else:
@@ -209,35 +210,31 @@ def find(
     )
 
 
-class _Subtrees:
-    """The parts of the arguments, or those of the result, and which of them are still free."""
+class _Side:
+    """The parts with arrays of the arguments, or those of the result, and which of them are still free."""
 
     def __init__(
         self,
         parts: list[Subtree],
         path: Callable[[Subtree], str],
-        specs: Sequence[LeafSpec] | None,
+        specs: Sequence[LeafSpec],
     ) -> None:
-        self.parts, self.path, self.specs = parts, path, specs
-        self._used = [False] * max((part.leaves.stop for part in parts), default=0)
+        self.whole, self.path = parts[0], path
+        self.parts = [part for part in parts if part.arrays]
+        # The entries of the specs that are known, by the numbers of the leaves.
+        known = {number: spec for number, spec in enumerate(specs) if spec is not None}
+        self._specs = {number: _plain(spec) for number, spec in known.items()}
+        self._used: set[int] = set()
 
-    def is_free(self, part: Subtree) -> bool:
-        return not any(self._used[part.leaves.start : part.leaves.stop])
+    def free(self, parts: Iterable[Subtree]) -> list[Subtree]:
+        return [part for part in parts if self._used.isdisjoint(part.leaves)]
 
     def use(self, part: Subtree) -> None:
-        for number in part.leaves:
-            self._used[number] = True
+        self._used.update(part.leaves)
 
     def placed(self, part: Subtree) -> list[tuple[Any, ...] | None]:
         """For each leaf of a part the entries of its spec; `None` where it is not known."""
-        if self.specs is None:
-            return [None] * len(part.leaves)
-        specs = self.specs[part.leaves.start : part.leaves.stop]
-        return [None if spec is None else _plain(spec) for spec in specs]
-
-    def is_split(self, part: Subtree) -> bool:
-        """Whether some leaf is split, or may be."""
-        return any(entries != () for entries in self.placed(part))
+        return [self._specs.get(number) for number in part.leaves]
 
 
 def _plain(spec: PartitionSpec | sm.PerShard) -> tuple[Any, ...]:
@@ -253,7 +250,7 @@ def _plain(spec: PartitionSpec | sm.PerShard) -> tuple[Any, ...]:
 Match: TypeAlias = tuple[Subtree, Subtree]
 
 
-def _by_structure(arguments: _Subtrees, returned: _Subtrees) -> list[Match]:
+def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
     """The largest parts that fit, then arrays that stand by themselves."""
     pairs: list[Match] = []
 
@@ -268,43 +265,36 @@ def _by_structure(arguments: _Subtrees, returned: _Subtrees) -> list[Match]:
         same = all(p is None or q is None or p == q for p, q in specs)
         return same and (a.in_state or _kinds_agree(a, b, kind_of))
 
-    alike = list(_alike(arguments.parts, returned.parts))
+    def is_carried(part: Subtree) -> bool:
+        """Whether a part of the result is by its structure more than outputs."""
+        several = part.arrays > 1 and part is not returned.whole
+        return part.depth > 0 and (part.in_state or part.is_named or several)
+
+    by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
+    for which, side in enumerate((arguments, returned)):
+        for part in side.parts:
+            by_form[part.form][which].append(part)
+    alike = [both for both in by_form.values() if all(both)]
+    alike.sort(key=lambda both: (-both[0][0].arrays, -both[0][0].depth))
+    for some, others in alike:
+        carried = [part for part in returned.free(others) if is_carried(part)]
+        if some[0].depth > 0:
+            take(_matched(arguments.free(some), carried, fits))
     for some, others in alike:
         if some[0].depth == 0:
-            continue
-        take(
-            _matched(
-                [part for part in some if arguments.is_free(part)],
-                [part for part in others if returned.is_free(part) and _is_carried(part, returned)],
-                fits,
-            )
+            named = _under_one_name(arguments.free(some), returned.free(others), fits)
+            take([pair for pair in named if _same_dtypes(*pair)])
+        # The only two of a shape and dtype that are split on neither side. A single number is none of them.
+        left, right = (
+            [x for x in side.free(parts) if not any(side.placed(x)) and None not in side.placed(x)]
+            for side, parts in ((arguments, some), (returned, others))
         )
-    for some, others in alike:
-        some = [part for part in some if arguments.is_free(part)]
-        others = [part for part in others if returned.is_free(part)]
-        same = [pair for pair in _under_one_name(some, others, fits) if _same_dtypes(*pair)]
-        take(same if some[:1] and some[0].depth == 0 else ())
-        take(_only_pair(arguments, returned, some, others))
+        for a in left:
+            rivals = [x for x in left if _same_dtypes(x, a)]
+            fitting = [b for b in right if _same_dtypes(a, b)]
+            if len(rivals) == len(fitting) == 1 and (a.depth > 0 or np.shape(a.node)):
+                take([(a, fitting[0])])
     return pairs
-
-
-def _alike(
-    some: list[Subtree], others: list[Subtree]
-) -> Iterator[tuple[list[Subtree], list[Subtree]]]:
-    """The parts of either side by their form, the largest first. Parts without arrays are left out."""
-    by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
-    for which, parts in enumerate((some, others)):
-        for part in parts:
-            if part.arrays:
-                by_form[part.form][which].append(part)
-    both = [pair for pair in by_form.values() if all(pair)]
-    yield from sorted(both, key=lambda pair: (-pair[0][0].arrays, -pair[0][0].depth))
-
-
-def _is_carried(part: Subtree, side: _Subtrees) -> bool:
-    """Whether a part is by its structure more than outputs."""
-    several = part.arrays > 1 and part is not side.parts[0]
-    return part.depth > 0 and (part.in_state or part.is_named or several)
 
 
 def _matched(
@@ -347,25 +337,8 @@ def _same_dtypes(a: Subtree, b: Subtree) -> bool:
     return _kinds_agree(a, b, lambda x: getattr(x, "dtype", None) or kind_of(x))
 
 
-def _only_pair(
-    arguments: _Subtrees, returned: _Subtrees, some: list[Subtree], others: list[Subtree]
-) -> Iterator[Match]:
-    """The one pair of arrays of a shape and dtype that are split on neither side."""
-    left = [part for part in some if not arguments.is_split(part) and _has_axes(part)]
-    right = [part for part in others if not returned.is_split(part) and _has_axes(part)]
-    for a in left:
-        rivals = [x for x in left if _same_dtypes(x, a)]
-        fitting = [b for b in right if _same_dtypes(a, b)]
-        if len(rivals) == len(fitting) == 1:
-            yield a, fitting[0]
-
-
-def _has_axes(part: Subtree) -> bool:
-    return part.depth > 0 or len(np.shape(part.node)) > 0
-
-
 def _named(
-    arguments: _Subtrees, returned: _Subtrees, items: list[tuple[str, str]], name: str
+    arguments: _Side, returned: _Side, items: list[tuple[str, str]], name: str
 ) -> list[Match]:
     """The pairs of parts that have these paths."""
     pairs = []
@@ -377,7 +350,7 @@ def _named(
                 f"feed_back: {returned.path(b)} cannot become {arguments.path(a)}, because structures or "
                 f"shapes differ: {_what(b)}, and the argument is {_what(a)}."
             )
-        if not (arguments.is_free(a) and returned.is_free(b)):
+        if not (arguments.free([a]) and returned.free([b])):
             raise sm.StructureError(
                 f"feed_back: {returned.path(b)} becomes {arguments.path(a)}, and one of the two is in "
                 "another pair already. Name each part once."
@@ -388,12 +361,12 @@ def _named(
     return pairs
 
 
-def _part_at(side: _Subtrees, path: str, what: str) -> Subtree:
+def _part_at(side: _Side, path: str, what: str) -> Subtree:
     wanted = path.replace('"', "'")
     for part in side.parts:
-        if part.arrays and side.path(part) == wanted:
+        if side.path(part) == wanted:
             return part
-    known = [side.path(part) for part in side.parts if part.arrays]
+    known = [side.path(part) for part in side.parts]
     near = ", ".join(difflib.get_close_matches(path, known, 4, 0.0))
     owner = "the arguments have" if what == "args" else "the result has"
     raise sm.StructureError(
@@ -418,16 +391,56 @@ def leaf_specs(specs: PyTree, tree: PyTree) -> list[LeafSpec]:
 
     - `specs`: as `in_specs` or `out_specs`. `None` is replicated.
 
-    **Returns:** a list for `find`. Leaves in States have `None`, since specs pass States by.
+    **Returns:** a list. Leaves in States have `None`, since specs pass States by.
     """
     entries, structure = tree_util.tree_flatten(specs, is_leaf=_is_spec)
     placements: list[LeafSpec] = []
     for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
-        for unit in jax.tree.leaves(part, is_leaf=sm.is_state):
-            placed = None if sm.is_state(unit) else entry or PartitionSpec()
-            placements += [placed] * len(jax.tree.leaves(unit))
+        for owner in owners(part, sm.is_state):
+            placements.append(None if sm.is_state(owner) else entry or PartitionSpec())
     return placements
 
 
 def _is_spec(x: object) -> bool:
     return x is None or isinstance(x, PartitionSpec | sm.PerShard)
+
+
+def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
+    """The numbers of the leaves of a result that are not compared.
+
+    **Arguments:**
+
+    - `name`: what paths call the function.
+    - `leave_out`: a filter of states, the path of a part of the result such as `[1].mean` or
+        `step(...)[1].mean`, or a list of these. A string with a dot, a bracket or nothing in it is a path,
+        any other one a tag. `Where` sees the result, then each of several results.
+
+    **Raises:** `StructureError` for a filter or a path that names nothing in the result; `TypeError` for
+    what is neither.
+    """
+    if leave_out is None or leave_out is False or isinstance(leave_out, sm.filters.Nothing):
+        return frozenset()
+    if isinstance(leave_out, list | tuple):
+        return frozenset().union(*(left_out(name, result, entry) for entry in leave_out))
+    parts = parts_of(result)
+    states = [part for part in parts if sm.is_state(part.node)]
+    if isinstance(leave_out, str) and (not leave_out or set(leave_out) & set(".[(")):
+        path = leave_out.removeprefix(f"{name}(...)").replace('"', "'")
+        hits = [part.leaves for part in parts if part.path == path]
+    else:
+        several = type(result) in (tuple, list)
+        sees_all = sm.filters.to_predicate(leave_out, result)
+        sees_one = [sm.filters.to_predicate(leave_out, x) for x in result] if several else []
+
+        def is_hit(part: Subtree) -> bool:
+            inside = sees_one[part.keys[0].idx] if several and part.keys else None
+            return bool(
+                sees_all(part.keys, part.node) or (inside and inside(part.keys[1:], part.node))
+            )
+
+        hits = [part.leaves for part in states if is_hit(part)]
+    if not hits and leave_out not in (..., True):
+        paths = ", ".join(f"{name}(...){part.path}" for part in states)
+        listed = f"The states are {paths}." if paths else "There are no states in it."
+        raise sm.StructureError(f"leave_out: {leave_out!r} names nothing in the result. {listed}")
+    return frozenset(number for leaves in hits for number in leaves)

@@ -1,24 +1,17 @@
 """What must agree in two results besides the numbers: structure, dtypes, static values."""
 
 import dataclasses
-import functools
-import itertools
-import pickle
-import types
 from collections.abc import Iterator
 from typing import Any
 
-import equinox as eqx
 import jax
-import numpy as np
 
 import statemesh as sm
 
 from .. import _errors as errors
-from .._caches import equal_values
-from .._program._numbers import data_of, has_shape, is_key
+from .._caches import environment, equal_values
+from .._program._numbers import has_shape, is_key, is_numeric
 from .._types import AnyLeaf, PyTree, PyTreeDef, tree_util
-from ._feedback import is_numeric
 
 
 def form_differences(name: str, got: PyTree, want: PyTree, *, dtypes: bool = True) -> list[str]:
@@ -124,50 +117,14 @@ def _described(x: PyTree) -> str:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two static values are the same.
+    """Whether two static values of one type are equal, or hold the same.
 
-    Functions that are made anew by every call are, if they have the same code and what they close over is the
-    same. Numbers of different types are not.
+    So are functions that are made anew by every call, if they have the same code and what they close over is
+    the same.
     """
-    if a is b:
+    if a is b or type(a) is not type(b):
+        return a is b
+    if equal_values(a, b):
         return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, np.ndarray | np.generic | jax.Array):
-        return a.dtype == b.dtype and _same_array(a, b)
-    if isinstance(a, float | complex):
-        return bool(a == b or (a != a and b != b))
-    if isinstance(a, types.FunctionType):
-        return a.__code__ == b.__code__ and _all_same(_closed_over(a), _closed_over(b))
-    if isinstance(a, functools.partial | eqx.Partial):
-        inside = [(f.func, f.args, f.keywords) for f in (a, b)]
-        return _all_same(jax.tree.leaves(inside[0]), jax.tree.leaves(inside[1]))
-    if isinstance(a, tuple | list):
-        return _all_same(a, b)
-    # Objects whose class does not say when they are equal are compared as they are stored.
-    by_identity = "__eq__" not in itertools.chain(*(vars(cls) for cls in type(a).__mro__[:-1]))
-    return equal_values(a, b) or (by_identity and _same_pickle(a, b))
-
-
-def _all_same(some: Any, others: Any) -> bool:
-    missing = object()
-    return all(
-        itertools.starmap(same_value, itertools.zip_longest(some, others, fillvalue=missing))
-    )
-
-
-def _same_array(a: Any, b: Any) -> bool:
-    a, b = data_of(a), data_of(b)
-    return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind in "fc")
-
-
-def _closed_over(fun: types.FunctionType) -> list[Any]:
-    cells = [cell.cell_contents for cell in fun.__closure__ or ()]
-    return [*cells, *(fun.__defaults__ or ()), *(fun.__kwdefaults__ or {}).values()]
-
-
-def _same_pickle(a: Any, b: Any) -> bool:
-    try:
-        return pickle.dumps(a) == pickle.dumps(b)
-    except Exception:  # Pickling may raise whatever a part of the value raises.
-        return False
+    key = environment(a)
+    return key is not None and key == environment(b)

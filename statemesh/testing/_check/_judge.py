@@ -1,67 +1,49 @@
 """Which numbers of a result differ from those of the reference by more than rounding explains."""
 
 import dataclasses
-import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .. import _errors as errors
-from .._program._doubled import Called, Doubled, Wide
-from .._program._jaxprs import Equation
 from .._program._numbers import (
     CLEAR,
-    FACTOR_OF_COPIES,
     FEW_RUNS,
     MANY_RUNS,
     NARROWER,
-    RUNS_OF_COPIES,
     Rounding,
     allowed,
     always,
-    data_of,
     distances,
     flushed,
-    is_inexact,
-    is_key,
+    is_numeric,
     least,
-    numbers,
 )
-from .._program._stacked import names_of_spec
-from .._program._trace import is_number_or_type
-from .._types import Numbers, PyTree
-
-
-# From the arguments and the results of a call to the arguments of the next one.
-Feed: TypeAlias = Callable[[PyTree, PyTree], PyTree]
-
-_NOISE: dict[Rounding, tuple[float, float]] = {"double": (1.0, 0.0), "own": (0.0, 1.0)}
+from .._types import Numbers
+from ._programs import Chain
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """An array of a result.
+class ResultLeaf:
+    """A leaf of a result. If it is static, it has no numbers.
 
     **Attributes:**
 
-    - `path`: the path as the user would type it.
-    - `array`: the array as it was returned, or its type.
+    - `number`: its number in the result.
+    - `path`: its path as the user would type it.
+    - `array`: the leaf as it was returned, or the type of an array.
+    - `value`: the numbers of the array, also where it holds keys.
     """
 
+    number: int
     path: str
     array: Any
-
-    @cached_property
-    def value(self) -> Numbers:
-        """The numbers of the array, also where it holds keys."""
-        return numbers(self.array)
+    value: Numbers
 
     @property
     def dtype(self) -> Any:
@@ -81,143 +63,31 @@ class Leaf:
         ]
 
 
-def leaves_of(name: str, result: PyTree) -> list[Leaf]:
-    """The arrays of a result, and its numbers of Python."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(result)
-    return [Leaf(name + jax.tree_util.keystr(keys), x) for keys, x in flat if is_number_or_type(x)]
-
-
-class Chain:
-    """Calls in a row. Each gets what the call before returned.
-
-    **Arguments:**
-
-    - `exact`: the calls without noise.
-    - `run`: makes them with noise; `None` for results as they are, which nothing moves.
-    - `loops`: whether there are loops that might not end.
-
-    **Attributes:**
-
-    - `exact`: the calls without noise.
-    """
-
-    def __init__(
-        self,
-        exact: list[Called],
-        run: Callable[[Numbers], list[Called]] | None = None,
-        loops: bool = False,
-    ) -> None:
-        self.exact, self._run, self._loops = exact, run, loops
-        self._moved: dict[Rounding, list[list[Numbers]]] = {}
-        self._runs: dict[Rounding, int] = defaultdict(int)
-        self._unended: dict[Rounding, list[Equation]] = defaultdict(list)
-        # For each call and each promise of the program, by how much copies differ in runs with noise.
-        self._amounts: dict[tuple[int, int], list[float]] = defaultdict(list)
-
-    def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
-        """By how much noise moves each number: the most of so many runs, for each call and array.
-
-        It is infinite where a number becomes NaN or infinite, or is so no longer.
-        """
-        if rounding not in self._moved:
-            self._moved[rounding] = [
-                [np.zeros(x.shape) for x in call.numbers] for call in self.exact
-            ]
-        most = self._moved[rounding]
-        while self._run is not None and self._runs[rounding] < runs:
-            self._runs[rounding] += 1
-            noisy = self._run(np.array([*_NOISE[rounding], float(self._runs[rounding])]))
-            for step, (exact, other) in enumerate(zip(self.exact, noisy, strict=True)):
-                self._unended[rounding] += other.unended
-                for k, pair in enumerate(zip(exact.numbers, other.numbers, strict=True)):
-                    most[step][k] = np.maximum(most[step][k], distances(*pair))
-                if rounding == "double":
-                    for number, promise in other.broken.items():
-                        self._amounts[step, number].append(promise.amount)
-        return most
-
-    def unended(self, rounding: Rounding) -> list[Equation]:
-        """The loops that do not end where operations round."""
-        if self._loops:
-            self.moved(rounding, FEW_RUNS)
-        return self._unended[rounding]
-
-    def broken(self, step: int) -> list[errors.BrokenPromise]:
-        """The promises that do not hold, where copies differ by more than rounding explains."""
-        promises = self.exact[step].broken
-        if promises:
-            self.moved("double", RUNS_OF_COPIES)
-
-        def is_rounding(number: int, amount: float) -> bool:
-            others = self._amounts[step, number]
-            return (
-                bool(others) and max(abs(x - amount) for x in others) * FACTOR_OF_COPIES >= amount
-            )
-
-        return [x for number, x in promises.items() if not is_rounding(number, x.amount)]
-
-
-def doubled_chain(
-    program: Doubled,
-    args: Wide,
-    feed: Feed,
-    steps: int,
-    *,
-    noisy: bool = False,
-    compared_with: Doubled | None = None,
-) -> Chain:
-    """Calls in a row in double precision.
-
-    **Arguments:**
-
-    - `program`: the function.
-    - `args`: the arguments of the first call, and its keyword arguments.
-    - `feed`: gives the arguments of the next call.
-    - `steps`: the number of calls.
-    - `noisy`: whether noise will be wanted, so that the program need not be compiled without.
-    - `compared_with`: the function that the results are compared with.
-    """
-
-    def run(noise: Numbers | None) -> list[Called]:
-        inputs, calls = args, []
-        for _ in range(steps):
-            calls.append(program(inputs, noise, compared_with))
-            results = calls[-1].results
-            inputs = Wide(feed(inputs.types, results.types), feed(inputs.values, results.values))
-        return calls
-
-    return Chain(run(np.zeros(3) if noisy else None), run, program.of(args.types).loops)
-
-
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
     """An array that differs from the reference.
 
     **Attributes:**
 
-    - `number`: the number of the array in the result.
-    - `leaf`: the array, where it lies on the mesh, or its type.
-    - `got`: its numbers.
+    - `leaf`: the array, where it lies on the mesh, or its type, with its numbers.
     - `want`: the numbers of the reference.
     - `allowed`: how far rounding may bring each number from the reference.
     - `rounding`: whose rounding that is.
     """
 
-    number: int
-    leaf: Leaf
-    got: Numbers
+    leaf: ResultLeaf
     want: Numbers
     allowed: Numbers
     rounding: Rounding
 
     @property
     def same_shape(self) -> bool:
-        return bool(self.got.shape == self.want.shape)
+        return bool(self.leaf.value.shape == self.want.shape)
 
     @cached_property
     def deviation(self) -> Numbers:
         """The difference between each number and the reference; zero where rounding explains it."""
-        difference = distances(self.got, self.want)
+        difference = distances(self.leaf.value, self.want)
         return np.where(difference > self.allowed, difference, 0.0)
 
     @cached_property
@@ -230,7 +100,7 @@ class Mismatch:
     def shards(self) -> list[str]:
         """The shards that hold the number with the largest difference."""
         parts, shape = self.leaf.parts, self.want.shape
-        return [errors.axes_str(at) for at, index in parts if _covers(index, self.worst, shape)]
+        return [errors.axes_str(at) for at, index in parts if covers(index, self.worst, shape)]
 
     @cached_property
     def size(self) -> float:
@@ -245,7 +115,7 @@ class Mismatch:
     @property
     def is_overflow(self) -> bool:
         """Whether a number is infinite or NaN that is finite in the reference."""
-        finite = ~np.isfinite(self.got) & np.isfinite(self.want)
+        finite = ~np.isfinite(self.leaf.value) & np.isfinite(self.want)
         return bool((finite & (self.deviation > 0)).any())
 
     @property
@@ -261,8 +131,8 @@ class Judge:
     **Attributes:**
 
     - `tolerance`: the largest difference relative to the largest number of an array, if one is given.
-    - `left_out`: the numbers of the arrays that are not compared.
-    - `exact`: the numbers of the arrays to which `tolerance` does not apply.
+    - `left_out`: the numbers of the leaves that are not compared.
+    - `exact`: the numbers of the leaves to which `tolerance` does not apply.
     - `unclear`: in double precision and in the program's own dtypes, for each path the count of numbers that
         are not judged, since rounding alone may change them by more than a few per cent.
     - `judged`: for each path and each mesh whether a number of it was ever judged.
@@ -285,8 +155,7 @@ class Judge:
         self,
         rounding: Rounding,
         step: int,
-        leaves: Sequence[Leaf],
-        got: Sequence[Numbers],
+        leaves: Sequence[ResultLeaf],
         chains: tuple[Chain, Chain],
         place: str = "",
     ) -> list[Mismatch]:
@@ -295,27 +164,25 @@ class Judge:
         **Arguments:**
 
         - `rounding`: whether double precision is compared, or the dtypes of the program.
-        - `leaves`, `got`: the results of the call or their types, and their numbers.
+        - `leaves`: the results of the call.
         - `chains`: the calls on the mesh, and those of the reference.
         - `place`: the mesh, if every number that is off there is a mistake.
         """
         mismatches = []
 
-        def note(leaf: Leaf, judged: bool) -> None:
+        def note(leaf: ResultLeaf, judged: bool) -> None:
             if place:
                 key = leaf.path, place
                 self.judged[key] = judged or self.judged.get(key, False)
 
-        wanted = chains[1].exact[step].numbers
-        for number, (leaf, mine, want) in enumerate(zip(leaves, got, wanted, strict=False)):
-            if number in self.left_out:
+        for leaf, want in zip(leaves, chains[1].exact[step].numbers, strict=False):
+            if leaf.number in self.left_out or not is_numeric(leaf.array):
                 continue
-            if mine.shape != want.shape:
-                nothing = np.zeros(want.shape)
-                mismatches.append(Mismatch(number, leaf, mine, want, nothing, rounding))
+            if leaf.value.shape != want.shape:
+                mismatches.append(Mismatch(leaf, want, np.zeros(want.shape), rounding))
                 continue
-            difference = _distances(rounding, leaf, mine, want)
-            if self.tolerance is not None and number not in self.exact:
+            difference = _distances(rounding, leaf, want)
+            if self.tolerance is not None and leaf.number not in self.exact:
                 limit = _tolerated(self.tolerance, want, difference)
             elif (
                 self.tolerance is None
@@ -324,7 +191,7 @@ class Judge:
                 note(leaf, True)
                 continue
             else:
-                limit = _by_noise(rounding, step, number, leaf, want, difference, chains)
+                limit = _by_noise(rounding, step, leaf, want, difference, chains)
                 hidden = _unclear(want, difference, limit - flushed(rounding, leaf.dtype))
                 note(leaf, not hidden.all())
                 if count := int(hidden.sum()):
@@ -333,7 +200,7 @@ class Judge:
                 # Of a number of which rounding leaves nothing it may leave NaN.
                 limit = np.where(hidden & ~np.isfinite(difference), np.inf, limit)
             if (difference > limit).any():
-                mismatches.append(Mismatch(number, leaf, mine, want, limit, rounding))
+                mismatches.append(Mismatch(leaf, want, limit, rounding))
         return mismatches
 
 
@@ -351,8 +218,8 @@ def excused(
         return list(mismatches)
     other, still = again(), []
     for mismatch in mismatches:
-        want = other[mismatch.number]
-        if want.shape == mismatch.got.shape:
+        want = other[mismatch.leaf.number]
+        if want.shape == mismatch.want.shape:
             limit = np.where(mismatch.deviation > 0, mismatch.allowed, np.inf)
             mismatch = dataclasses.replace(mismatch, want=want, allowed=limit)
         if mismatch.deviation.any():
@@ -363,8 +230,7 @@ def excused(
 def _by_noise(
     rounding: Rounding,
     step: int,
-    number: int,
-    leaf: Leaf,
+    leaf: ResultLeaf,
     want: Numbers,
     difference: Numbers,
     chains: tuple[Chain, Chain],
@@ -376,9 +242,9 @@ def _by_noise(
     mesh, reference = chains
     limit: Numbers = 0.0
     for runs, both in ((FEW_RUNS, False), (FEW_RUNS, True), (MANY_RUNS, True)):
-        moved = reference.moved(rounding, runs)[step][number]
+        moved = reference.moved(rounding, runs)[step][leaf.number]
         if both and moved.size:
-            on_mesh = mesh.moved(rounding, runs)[step][number]
+            on_mesh = mesh.moved(rounding, runs)[step][leaf.number]
             typical = np.median(moved + least(rounding, leaf.dtype, want))
             # What a narrower dtype rounds is a mistake. In double precision a mesh has rounded constants.
             if rounding == "double" or not np.median(on_mesh) > NARROWER * typical:
@@ -399,8 +265,8 @@ def _tolerated(tolerance: float, want: Numbers, difference: Numbers) -> Numbers:
     return np.full(want.shape, tolerance * float(finite.max(initial=0)))
 
 
-def _distances(rounding: Rounding, leaf: Leaf, got: Numbers, want: Numbers) -> Numbers:
-    difference = distances(got, want)
+def _distances(rounding: Rounding, leaf: ResultLeaf, want: Numbers) -> Numbers:
+    got, difference = leaf.value, distances(leaf.value, want)
     if rounding == "double" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return difference
     # What is larger than the dtype can hold is infinite in it.
@@ -419,125 +285,7 @@ def _unclear(want: Numbers, difference: Numbers, limit: Numbers) -> Numbers:
     return limit > CLEAR * np.maximum(size, typical)
 
 
-# Copies on devices
-
-
-def unequal_copies(leaf: Leaf, step: int, number: int, chains: tuple[Chain, Chain]) -> str | None:
-    """A line on the number of which devices hold copies that differ most beyond rounding, if there is one.
-
-    An array has copies where several devices hold the same part of it. Keys are compared by their data, and
-    complex numbers by their real and imaginary parts, of which the larger difference counts. The difference
-    is infinite where some copies are NaN and others are not.
-    """
-    array = leaf.array
-    if not isinstance(array, jax.Array):
-        return None
-    copies: dict[str, list[Any]] = defaultdict(list)
-    shards = array.addressable_shards
-    for shard in shards:
-        copies[repr(shard.index)].append(shard)
-    if len(copies) == len(shards):
-        return None
-    spread = np.zeros(array.shape)
-    for same in copies.values():
-        # The index of keys has an entry more, for their data.
-        part = same[0].index[: array.ndim]
-        spread[part] = _spread([_components(shard.data) for shard in same])
-    if not spread.any():
-        return None
-    limit = np.zeros(array.shape)
-    if not is_key(array):  # A key has several numbers, of which none is rounded.
-        want = chains[1].exact[step].numbers[number]
-        moved = chains[0].moved("own", MANY_RUNS)[step][number]
-        limit = np.broadcast_to(allowed("own", leaf.dtype, want, moved), array.shape)
-    # Where nothing is allowed, a larger spread still exceeds that by more.
-    smallest = 1e-12 * float(spread.max(initial=0.0, where=np.isfinite(spread)))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        times = spread / np.maximum(limit, smallest)
-    # An allowance that is NaN allows nothing.
-    times = np.where(spread <= limit, 0.0, np.where(np.isnan(times), np.inf, times))
-    if not times.any():
-        return None
-    at = tuple(map(int, np.unravel_index(int(np.argmax(times)), spread.shape)))
-    holders = [shard for shard in shards if _covers(shard.index, at, array.shape)]
-    starts = [
-        part.indices(side)[0] for part, side in zip(holders[0].index, array.shape, strict=False)
-    ]
-    inside = tuple(k - start for k, start in zip(at, starts, strict=True))
-    values = [_components(shard.data)[inside] for shard in holders]
-    low, high = max(
-        itertools.combinations(range(len(values)), 2),
-        key=lambda pair: float(_spread([values[k][None] for k in pair])[0]),
-    )
-    devices = [_where_on_mesh(array.sharding, holders[k].device) for k in (low, high)]
-    first, second = (_shown(leaf, values[k]) for k in (low, high))
-    left_out: list[str] = []
-    if isinstance(array.sharding, NamedSharding):
-        split = names_of_spec(array.sharding.spec)
-        left_out = [repr(name) for name in array.sharding.mesh.axis_names if name not in split]
-    spec = errors.spec_str(getattr(array.sharding, "spec", None) or ())
-    index = f" at {list(at)}" if at else ""
-    along = f" along {', '.join(left_out)}" if left_out else ""
-    rounding = f", {limit[at]:.1g} would be rounding" if limit[at] else ""
-    return (
-        f"  - {leaf.path}: {errors.array_str(array)} with spec {spec} has one value for all shards{along}, "
-        f"but{index} it is {first} on shard {devices[0]} and {second} on shard {devices[1]} (off by "
-        f"{spread[at]:.4g}{rounding})."
-    )
-
-
-def _covers(index: tuple[slice, ...], at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def covers(index: tuple[slice, ...], at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether a part of an array has a number."""
     sides = zip(index, at, shape, strict=False)
     return all(k in range(*part.indices(side)) for part, k, side in sides)
-
-
-def _where_on_mesh(sharding: Any, device: Any) -> str:
-    if not isinstance(sharding, NamedSharding):
-        return f"device {device.id}"
-    (place,) = np.argwhere(sharding.mesh.devices == device)
-    return errors.axes_str(dict(zip(sharding.mesh.axis_names, map(int, place), strict=True)))
-
-
-def _shown(leaf: Leaf, components: Numbers) -> str:
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return f"{complex(*components):.6g}"
-    if is_inexact(leaf.dtype):
-        return f"{float(components[0]):.6g}"
-    if leaf.dtype == np.bool_:
-        return str(bool(components[0]))
-    integers = [int(x) for x in components]
-    return str(integers if is_key(leaf.array) else integers[0])
-
-
-def _components(x: jax.Array) -> Numbers:
-    """The numbers of an array, in a type in which NumPy compares all of them, with one more axis.
-
-    The last axis has the real and the imaginary part, or the numbers of a key.
-    """
-    values = np.asarray(data_of(x))
-    if is_key(x):
-        return values.reshape((*x.shape, -1)).astype(np.uint64)
-    if jnp.issubdtype(values.dtype, jnp.complexfloating):
-        return np.stack([values.real, values.imag], axis=-1).astype(np.float64)
-    if jnp.issubdtype(values.dtype, jnp.floating):
-        return values.astype(np.float64)[..., None]
-    signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
-    return values.astype(np.int64 if signed else np.uint64)[..., None]
-
-
-def _spread(copies: list[Numbers]) -> Numbers:
-    """For each number the difference between the largest and the smallest copy of it."""
-    first, *rest = copies
-    if all(np.array_equal(first, other) for other in rest):
-        return np.zeros(first.shape[:-1])
-    if first.dtype.kind in "iu":
-        high, low = np.max(copies, axis=0), np.min(copies, axis=0)
-        # In unsigned numbers the difference of any two integers is exact.
-        return (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64).max(axis=-1)
-    missing = np.isnan(copies)
-    some, every = missing.any(axis=0), missing.all(axis=0)
-    high, low = np.fmax.reduce(copies), np.fmin.reduce(copies)
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.where((high == low) | every, 0.0, high - low)
-    return np.where(some & ~every, np.inf, difference).max(axis=-1)

@@ -2,32 +2,36 @@
 
 import contextlib
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 import statemesh as sm
 
 from .. import _errors as errors
 from .._caches import Recent, is_hashable, static_key
-from .._program._doubled import Called, Doubled, Wide, compile_fast, widened
-from .._program._numbers import is_inexact
-from .._types import AnyLeaf, Fun, PyTree, tree_util
-from . import _report as report
-from ._feedback import path_of
-from ._judge import Chain, Feed, doubled_chain
+from .._program._doubled import Called, Doubled, Wide, compile_fast, narrowed
+from .._program._jaxprs import Equation
+from .._program._numbers import (
+    FACTOR_OF_COPIES,
+    FEW_RUNS,
+    RUNS_OF_COPIES,
+    Rounding,
+    distances,
+    is_inexact,
+)
+from .._program._replay import BrokenPromise
+from .._program._trace import is_array_or_type, leaf_key, name_of, trace, weighted_gradient
+from .._types import AnyLeaf, AnyMesh, Args, Fun, Numbers, PyTree, tree_util
+from ._feedback import owners
 
 
-AnyMesh: TypeAlias = Mesh | AbstractMesh
-# Positional arguments and keyword arguments.
-Args: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
 Entry = TypeVar("Entry")
 
 
@@ -58,8 +62,7 @@ class StaticLeaves:
     def __init__(self, tree: PyTree) -> None:
         self.tree = tree
         leaves, structure = jax.tree.flatten(tree)
-        # A leaf whose value cannot be known is never equal to another.
-        self.key = structure, tuple(static_key(x) or object() for x in leaves)
+        self.key = structure, tuple(static_key(x) for x in leaves)
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -110,10 +113,9 @@ def inexact_leaves(tree: PyTree) -> tuple[int, ...]:
     What an optimizer makes of a slot that is zero has no derivative.
     """
     is_slots: Callable[[object], bool] = lambda x: type(x).__module__.partition(".")[0] == "optax"
+    pairs = zip(tree_util.tree_leaves(tree), owners(tree, is_slots), strict=True)
     inexact = [
-        not is_slots(node) and hasattr(x, "dtype") and is_inexact(x.dtype)
-        for node in tree_util.tree_leaves(tree, is_leaf=is_slots)
-        for x in tree_util.tree_leaves(node)
+        not is_slots(owner) and hasattr(x, "dtype") and is_inexact(x.dtype) for x, owner in pairs
     ]
     return tuple(number for number, hit in enumerate(inexact) if hit)
 
@@ -125,10 +127,10 @@ def learns(args: PyTree, is_written: Callable[[int], bool]) -> bool:
 
     - `is_written`: whether a call gives a new value for a leaf of the arguments, by its number.
     """
-    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
-    nodes = tree_util.tree_leaves(args, is_leaf=is_state)
-    owners = [node for node in nodes for _ in tree_util.tree_leaves(node)]
-    return any(isinstance(x, sm.ParamState) and is_written(k) for k, x in enumerate(owners))
+    return any(
+        isinstance(owner, sm.ParamState) and is_written(number)
+        for number, owner in enumerate(owners(args, sm.is_state))
+    )
 
 
 def with_gradient(call: Fun, selected: Selection) -> Fun:
@@ -140,37 +142,22 @@ def with_gradient(call: Fun, selected: Selection) -> Fun:
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         rest: list[PyTree] = []
 
-        def total(chosen: Sequence[AnyLeaf]) -> tuple[jax.Array, PyTree]:
+        def outputs(chosen: Sequence[AnyLeaf]) -> tuple[list[jax.Array], PyTree]:
             filled = list(leaves)
             for number, x in zip(selected.by, chosen, strict=True):
                 filled[number] = x
             again, named = treedef.unflatten(filled)
             result = call(*again, **named)
-            outputs = tree_util.tree_leaves(result)
-            arrays, statics = eqx.partition(result, eqx.is_array)
+            arrays, statics = eqx.partition(result, is_array_or_type)
             rest[:] = [statics]
-            weighted = (_weighted(outputs[k]) for k in selected.of if k < len(outputs))
-            return sum(weighted, jnp.float32(0)), arrays
+            flat = tree_util.tree_leaves(result)
+            return [flat[k] for k in selected.of if k < len(flat)], arrays
 
-        value, pull, arrays = jax.vjp(total, [leaves[k] for k in selected.by], has_aux=True)
-        (gradient,) = pull(jnp.ones_like(value))
+        gradient, arrays = weighted_gradient(outputs, [leaves[k] for k in selected.by])
         return WithGradient(eqx.combine(arrays, rest[0]), gradient)
 
-    both.__name__ = getattr(call, "__name__", type(call).__name__)
+    both.__name__ = name_of(call)
     return both
-
-
-def _weighted(x: jax.Array) -> jax.Array:
-    """The sum of all entries, each with its own weight."""
-    weights = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
-    wide = x if jnp.issubdtype(x.dtype, jnp.complexfloating) else x.astype(np.float32)
-    return jnp.real(wide * weights).sum().astype(np.float32)
-
-
-def gradient_paths(args: PyTree, selected: Selection) -> list[str]:
-    """The paths by which the gradient is taken."""
-    flat, _ = tree_util.tree_flatten_with_path(args)
-    return [f"the gradient by {path_of(flat[k][0])}" for k in selected.by]
 
 
 def differentiable(selected: Selection, traces: Callable[[Selection], Any]) -> Selection:
@@ -210,11 +197,94 @@ def _with_constants(fun: Fun, numbers: Sequence[int]) -> Fun:
             leaves[k] = jax.lax.stop_gradient(leaves[k])
         return treedef.unflatten(leaves)
 
-    held.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    held.__name__ = name_of(fun)
     return held
 
 
-# The reference
+# A function and its calls
+
+
+# From the arguments and the results of a call to the arguments of the next one.
+Feed: TypeAlias = Callable[[PyTree, PyTree], PyTree]
+
+
+class Programs:
+    """The programs of a function: in its own dtypes, and replayed in double precision.
+
+    They give its results and, if one is selected, the gradient.
+
+    **Arguments:**
+
+    - `what`: what it is called where results are compared with those that it gives.
+    - `context`: makes the context in which it is traced.
+    - `is_traced`: whether JAX can trace it. A function of NumPy has only the results that it gives.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        fun: Fun,
+        selected: Selection,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        is_traced: bool = True,
+    ) -> None:
+        self.what, self.is_traced = what, is_traced
+        self._call, self._context = with_gradient(fun, selected), context
+        self._doubled: Recent[Doubled] = Recent()
+        # JAX would keep the programs for all static values that were ever given.
+        self._compiled: Recent[Fun] = Recent()
+
+    def of(self, types: PyTree) -> Doubled:
+        """The traced call with arguments of these types."""
+        leaves, treedef = tree_util.tree_flatten(types)
+
+        def new() -> Doubled:
+            with self._context():
+                traced = trace(self._call, treedef, leaves)
+            return Doubled(name_of(self._call), traced, leaves)
+
+        return self._doubled.get((treedef, *map(leaf_key, leaves)), new)
+
+    def form(self, types: PyTree, args: Args) -> PyTree:
+        """The results of the first call. There may be types in the place of arrays."""
+        return self.of(types).trace.form if self.is_traced else self._call(*args[0], **args[1])
+
+    def doubled(
+        self, args: Wide, noise: Any = None, compared_with: "Programs | None" = None
+    ) -> Called:
+        """Call the function in double precision.
+
+        **Arguments:**
+
+        - `args`: the tuple of the positional arguments and the dictionary of the others.
+        - `noise`: that of `Noisy`; without it there is none, and the program is a smaller one.
+        - `compared_with`: the function that this one is compared with. Constants that only one of the two
+            has may be rounded.
+        """
+        if not self.is_traced:
+            positional, by_keyword = narrowed(args)
+            result = self._call(*positional, **by_keyword)
+            return Called(args, Wide(result, result))
+        call = self.of(args.types)
+        other = compared_with or self
+        if noise is None or not other.is_traced:
+            return call(args, noise)
+        return call(args, noise, call.literals - other.of(args.types).literals)
+
+    def jitted(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Call the function inside `jax.jit`."""
+        arrays, statics = eqx.partition((args, kwargs), is_array_or_type)
+
+        def whole(arrays: PyTree) -> PyTree:
+            args, kwargs = eqx.combine(arrays, statics)
+            result, rest = eqx.partition(self._call(*args, **kwargs), is_array_or_type)
+            return result, StaticLeaves(rest)
+
+        new = lambda: jax.jit(whole, compiler_options=compile_fast())
+        with self._context():
+            result, rest = self._compiled.get(StaticLeaves(statics), new)(arrays)
+        return eqx.combine(result, rest.tree)
 
 
 def chained(call: Fun, args: Args, steps: int, feed: Feed) -> list[PyTree]:
@@ -227,60 +297,94 @@ def chained(call: Fun, args: Args, steps: int, feed: Feed) -> list[PyTree]:
     return results
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """What gives the right results: the function on one device, or another function.
+_NOISE: dict[Rounding, tuple[float, float]] = {"double": (1.0, 0.0), "own": (0.0, 1.0)}
+
+
+class Chain:
+    """Calls in a row in double precision. Each gets what the call before returned.
+
+    **Arguments:**
+
+    - `programs`: those of the function. Noise moves nothing in one that JAX cannot trace.
+    - `args`: the arguments of the first call, and its keyword arguments.
+    - `feed`: gives the arguments of the next call.
+    - `steps`: the number of calls.
+    - `compared_with`: for calls on a mesh, the function that they are compared with. The other function will
+        run with noise in any case, so that its program is not compiled without.
 
     **Attributes:**
 
-    - `what`: the name of the function in messages.
-    - `compiled`: the function in its own dtypes.
-    - `doubled`: the function in double precision; `None` for one that JAX cannot trace, such as one of NumPy,
-        which has only the results that it gives.
+    - `exact`: the calls without noise.
     """
 
-    what: str
-    compiled: Fun
-    doubled: Doubled | None = None
+    def __init__(
+        self,
+        programs: Programs,
+        args: Wide,
+        feed: Feed,
+        steps: int,
+        compared_with: Programs | None = None,
+    ) -> None:
+        self._programs, self._args, self._compared_with = programs, args, compared_with
+        self._feed, self._steps = feed, steps
+        self.exact = self._run(np.zeros(3) if compared_with is None else None)
+        self._moved: dict[Rounding, list[list[Numbers]]] = {}
+        self._runs: dict[Rounding, int] = defaultdict(int)
+        self._unended: dict[Rounding, list[Equation]] = defaultdict(list)
+        # For each call and each promise of the program, by how much copies differ in runs with noise.
+        self._amounts: dict[tuple[int, int], list[float]] = defaultdict(list)
 
-    def form(self, types: PyTree, args: Args) -> PyTree:
-        """The results of the first call. There may be types in the place of arrays."""
-        if self.doubled is None:
-            return self.compiled(*args[0], **args[1])
-        return self.doubled.of(types).trace.form
+    def _run(self, noise: Numbers | None) -> list[Called]:
+        inputs, calls = self._args, []
+        for _ in range(self._steps):
+            calls.append(self._programs.doubled(inputs, noise, self._compared_with))
+            results = calls[-1].results
+            inputs = Wide(
+                self._feed(inputs.types, results.types), self._feed(inputs.values, results.values)
+            )
+        return calls
 
-    def chain(self, args: Args, steps: int, feed: Feed) -> Chain:
-        if self.doubled is None:
-            results = chained(self.compiled, args, steps, feed)
-            return Chain([Called(Wide(None, None), Wide(result, result)) for result in results])
-        return doubled_chain(self.doubled, widened(args), feed, steps, noisy=True)
+    def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
+        """By how much noise moves each number: the most of so many runs, for each call and array.
 
+        It is infinite where a number becomes NaN or infinite, or is so no longer.
+        """
+        if rounding not in self._moved:
+            self._moved[rounding] = [
+                [np.zeros(x.shape) for x in call.numbers] for call in self.exact
+            ]
+        most = self._moved[rounding]
+        while self._programs.is_traced and self._runs[rounding] < runs:
+            self._runs[rounding] += 1
+            noisy = self._run(np.array([*_NOISE[rounding], float(self._runs[rounding])]))
+            for step, (exact, other) in enumerate(zip(self.exact, noisy, strict=True)):
+                self._unended[rounding] += other.unended
+                for k, pair in enumerate(zip(exact.numbers, other.numbers, strict=True)):
+                    most[step][k] = np.maximum(most[step][k], distances(*pair))
+                if rounding == "double":
+                    for number, promise in other.broken.items():
+                        self._amounts[step, number].append(promise.amount)
+        return most
 
-def unsharded_reference(what: str, fun: Fun, selected: Selection) -> Reference:
-    """A function without a mesh."""
-    call = with_gradient(fun, selected)
-    return Reference(what, within_jit(call), Doubled(call))
+    def unended(self, rounding: Rounding) -> list[Equation]:
+        """The loops that do not end where operations round."""
+        if self._programs.is_traced and self._programs.of(self._args.types).loops:
+            self.moved(rounding, FEW_RUNS)
+        return self._unended[rounding]
 
+    def broken(self, step: int) -> list[BrokenPromise]:
+        """The promises that do not hold, where copies differ by more than rounding explains."""
+        promises = self.exact[step].broken
+        if promises:
+            self.moved("double", RUNS_OF_COPIES)
 
-def within_jit(call: Fun) -> Fun:
-    """The call inside `jax.jit`."""
-    # JAX would keep the programs for all static values that were ever given.
-    programs: Recent[Fun] = Recent()
+        def is_rounding(number: int, amount: float) -> bool:
+            others = self._amounts[step, number]
+            return (
+                bool(others) and max(abs(x - amount) for x in others) * FACTOR_OF_COPIES >= amount
+            )
 
-    def program(statics: PyTree) -> Fun:
-        def whole(arrays: PyTree) -> PyTree:
-            args, kwargs = eqx.combine(arrays, statics)
-            result, rest = eqx.partition(call(*args, **kwargs), eqx.is_array)
-            return result, StaticLeaves(rest)
-
-        return jax.jit(whole, compiler_options=compile_fast())
-
-    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        arrays, statics = eqx.partition((args, kwargs), eqx.is_array)
-        result, rest = programs.get(StaticLeaves(statics), lambda: program(statics))(arrays)
-        return eqx.combine(result, rest.tree)
-
-    return run
+        return [x for number, x in promises.items() if not is_rounding(number, x.amount)]
 
 
 # The function on a mesh
@@ -292,8 +396,7 @@ def mesh_of(mesh: object) -> AnyMesh:
         return mesh
     if not isinstance(mesh, Mapping):
         raise TypeError(
-            f"meshes: {mesh!r} is a {type(mesh).__name__}. Give a list of jax.sharding.Mesh, or of the "
-            "sizes "
+            f"meshes: {mesh!r} is a {type(mesh).__name__}. Give a list of jax.sharding.Mesh, or of the sizes "
             'of their axes: meshes=[{"x": 2}, {"x": 4, "y": 2}].'
         )
     sizes = tuple(mesh.values())
@@ -338,46 +441,25 @@ class FunctionOnMesh:
     def has_devices(self) -> bool:
         return isinstance(self.mesh, Mesh)
 
-    def programs(self, selected: Selection) -> "Programs":
-        """The programs that give the results and, if anything is selected, the gradient."""
+    def programs(self, selected: Selection, *, unsharded: bool = False) -> Programs:
+        """The programs that give the results and the gradient, on the mesh or on one device."""
 
         def new() -> Programs:
-            if not selected.constant:
-                return Programs(self.mesh, self.mapped, selected)
-            mapped = self._map(_with_constants(self.fun, selected.constant))
-            return Programs(self.mesh, mapped, selected)
+            mapped = self.mapped
+            if selected.constant:
+                mapped = self._map(_with_constants(self.fun, selected.constant))
+            if unsharded:
+                return Programs("the function on one device", mapped.unsharded, selected)
+            context = self._set_mesh if selected else nullcontext
+            # Where results depend on the mesh, each mesh has a reference of its own.
+            return Programs("what emulate gives", mapped, selected, context)
 
-        return self._programs.get(selected, new)
+        return self._programs.get((selected, unsharded), new)
 
-
-class Programs:
-    """The programs of a mapped function, with the gradient if one is selected.
-
-    **Attributes:**
-
-    - `doubled`: the function in double precision.
-    """
-
-    def __init__(self, mesh: AnyMesh, mapped: sm.StatefulMapping, selected: Selection) -> None:
-        self._mesh, self._mapped, self._selected = mesh, mapped, selected
-        call = with_gradient(mapped, selected)
-        self.doubled = Doubled(call, self._context)
-        self._jitted = within_jit(call)
-
-    def jitted(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Call the function inside `jax.jit`."""
-        with self._context():
-            return self._jitted(*args, **kwargs)
-
-    @cached_property
-    def unsharded(self) -> Reference:
-        """The function on one device."""
-        return unsharded_reference(report.ONE_DEVICE, self._mapped.unsharded, self._selected)
-
-    def _context(self) -> AbstractContextManager[object]:
+    def _set_mesh(self) -> AbstractContextManager[object]:
         # JAX can make zero gradients with Explicit axes in their type only where the mesh is set.
-        if not self._selected or AxisType.Explicit not in self._mesh.axis_types:
-            return contextlib.nullcontext()
-        if isinstance(self._mesh, Mesh):
-            return jax.set_mesh(self._mesh)
-        return jax.sharding.use_abstract_mesh(self._mesh)
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return nullcontext()
+        if isinstance(self.mesh, Mesh):
+            return jax.set_mesh(self.mesh)
+        return jax.sharding.use_abstract_mesh(self.mesh)

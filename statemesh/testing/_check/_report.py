@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from .._errors import BrokenPromise
 from .._locate._located import Located
-from .._program._replay import MOST_ROUNDS
+from .._program._replay import MOST_ROUNDS, BrokenPromise
 from ._feedback import FeedBack
 from ._judge import Mismatch
 
@@ -15,11 +14,6 @@ UNEVEN = "    Some shards would wait in these collectives for others that never 
 
 # So many lines on results that are off; the others are counted.
 MOST_RESULTS = 4
-
-# What results are compared with.
-ONE_DEVICE = "the function on one device"
-UNSHARDED = "the unsharded function"
-EMULATED = "what emulate gives"
 
 
 def not_equivalent(
@@ -59,26 +53,26 @@ def _results(count: int) -> str:
 
 
 def _result(mismatch: Mismatch) -> str:
-    shape = ",".join(map(str, mismatch.got.shape))
+    shape = ",".join(map(str, mismatch.leaf.value.shape))
     head = f"  - {mismatch.leaf.path}: {mismatch.leaf.dtype}[{shape}]"
     if not mismatch.same_shape:
-        return f"{head}, of shape {mismatch.got.shape}, should be {mismatch.want.shape}."
+        return f"{head}, of shape {mismatch.leaf.value.shape}, should be {mismatch.want.shape}."
     return f"{head}, {_off(mismatch)}."
 
 
 def _off(mismatch: Mismatch) -> str:
     at = mismatch.worst
     got, want, allowed = (
-        mismatch.got[at].item(),
+        mismatch.leaf.value[at].item(),
         mismatch.want[at].item(),
         float(mismatch.allowed[at]),
     )
     index = f" at {list(at)}" if at else ""
     if not (math.isfinite(abs(got)) and math.isfinite(abs(want))):
-        off = f"{_short(got)}{index}, should be {_short(want)}"
+        off = f"{short(got)}{index}, should be {short(want)}"
     else:
         amount = float(mismatch.deviation[at])
-        off = f"off by {amount:.4g}{index}, where it is {_short(got)} and should be {_short(want)}"
+        off = f"off by {amount:.4g}{index}, where it is {short(got)} and should be {short(want)}"
     if not mismatch.leaf.parts:
         there = ""
     elif len(mismatch.shards) == len(mismatch.leaf.parts):
@@ -101,11 +95,11 @@ def _rounding(mismatch: Mismatch, allowed: float) -> str:
 def broken_promises(promises: Sequence[BrokenPromise]) -> list[str]:
     """Lines on results that are promised to be the same on several shards, and differ."""
     # The results of a call with its gradient are a part of what is traced.
-    lines = [str(promise).replace("(...).results", "(...)") for promise in promises]
-    return [*lines, UNEVEN if promises[0].control else UNREDUCED]
+    lines = [promise.text.replace("(...).results", "(...)") for promise in promises]
+    return [*lines, UNEVEN if promises[0].is_predicate else UNREDUCED]
 
 
-def _short(x: object) -> str:
+def short(x: object) -> str:
     return f"{x:.6g}" if isinstance(x, float | complex) else str(x)
 
 

@@ -5,36 +5,27 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
-import hypothesis
 import jax
-from jax.sharding import PartitionSpec
 
+from .._caches import environment, held_by
 from .._program._doubled import widened
-from .._program._numbers import is_inexact
-from .._program._trace import is_array_or_type, is_number_or_type
-from .._types import Fun, PyTree, tree_util
-from . import _report as report
-from ._environment import environment, held_by
-from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
-from ._form import form_differences
-from ._judge import Leaf, leaves_of
+from .._program._numbers import is_inexact, numbers
+from .._types import Args, Fun, Numbers, PyTree, tree_util
+from ._feedback import Named, find, left_out, path_of
+from ._judge import ResultLeaf
 from ._programs import (
-    Args,
     FunctionOnMesh,
     Programs,
-    Reference,
     Selection,
     differentiable,
-    gradient_paths,
     inexact_leaves,
     kept,
     learns,
     results_of,
-    unsharded_reference,
 )
-from ._untested import CallsMade, left_out, never_finite, untested
 
 
+UNSHARDED = "the unsharded function"
 # The number of calls in a row, where something is fed back.
 DEFAULT_STEPS = 3
 
@@ -50,9 +41,9 @@ class Subject:
     - `form`: the results with types in the place of arrays.
     - `feed_back`: what of the results the next call gets.
     - `in_a_row`: the number of calls in a row.
-    - `left_out`: the numbers of the arrays of the results that are not compared.
+    - `left_out`: the numbers of the leaves of the results that are not compared.
     - `selected`: what is differentiated.
-    - `paths`, `count`: the paths of the results and of the gradient; how many of them are results.
+    - `paths`, `count`: the paths of the leaves of the results and of the gradient; how many are results.
     """
 
     name: str
@@ -71,35 +62,24 @@ class Subject:
         first = self.meshes[0]
         self._plain = self._plain_reference()
         with self.noting(first.label):
-            self._call = first.programs(Selection()).doubled.of(self.types)
+            self._call = first.programs(Selection()).of(self.types)
             self.form = self._call.trace.form
-        self.feed_back = self._feed_back(first)
+        self.feed_back = find(self.types, self.form, self.fed_back, self.name, first.specs)
         self.in_a_row = self.steps or (DEFAULT_STEPS if self.feed_back else 1)
-        leaves = tree_util.tree_leaves(self.form)
-        arrays = [k for k, x in enumerate(leaves) if is_number_or_type(x)]
-        # For each leaf of the results that is an array, its number among the arrays.
-        self._numbers = {leaf: number for number, leaf in enumerate(arrays)}
-        self._without = left_out(self.name, self.form, self.leave_out)
-        self.left_out = {self._numbers[k] for k in self._without if k in self._numbers}
+        self.left_out = left_out(self.name, self.form, self.leave_out)
         self.selected = self._selection(first)
         self._reference = self._plain or self._function_as_reference(self.selected)
-        results = [leaf.path for leaf in leaves_of(f"{self.name}(...)", self.form)]
+        by, results = (
+            [keys for keys, _ in tree_util.tree_flatten_with_path(tree)[0]]
+            for tree in (self.types, self.form)
+        )
         self.count = len(results)
-        self.paths = results + gradient_paths(self.types, self.selected)
+        self.paths = [
+            *(f"{self.name}(...){jax.tree_util.keystr(keys)}" for keys in results),
+            *(f"the gradient by {path_of(by[k])}" for k in self.selected.by),
+        ]
 
-    def _feed_back(self, first: FunctionOnMesh) -> FeedBack:
-        args, kwargs = self.types
-        ins: list[LeafSpec] | None = None
-        outs: list[LeafSpec] | None = None
-        if first.specs is not None:
-            # Keyword arguments are replicated.
-            by_keyword = [PartitionSpec()] * len(tree_util.tree_leaves(kwargs))
-            ins = [*leaf_specs(first.specs["in_specs"], args), *by_keyword]
-            outs = leaf_specs(first.specs["out_specs"], self.form)
-        named = self.fed_back
-        return find(args, kwargs, self.form, named, name=self.name, in_specs=ins, out_specs=outs)
-
-    def _plain_reference(self) -> Reference | None:
+    def _plain_reference(self) -> Programs | None:
         """The unsharded function that was given, if JAX cannot trace it."""
         reference = self._function_as_reference(Selection())
         if reference is None:
@@ -108,15 +88,15 @@ class Subject:
             reference.form(self.types, self.args)
         except Exception:  # A function of NumPy refuses what JAX traces with in many ways.
             assert callable(self.unsharded)
-            return Reference(report.UNSHARDED, self.unsharded)
+            return Programs(UNSHARDED, self.unsharded, Selection(), is_traced=False)
         return None
 
-    def _function_as_reference(self, selected: Selection) -> Reference | None:
+    def _function_as_reference(self, selected: Selection) -> Programs | None:
         """The unsharded function that was given, if one was."""
         if not callable(self.unsharded):
             return None
         key = environment(self.unsharded, *held_by(self.args))
-        return kept(key, unsharded_reference, report.UNSHARDED, self.unsharded, selected)
+        return kept(key, Programs, UNSHARDED, self.unsharded, selected)
 
     def _selection(self, first: FunctionOnMesh) -> Selection:
         if self.gradients is False or self._plain is not None:
@@ -126,30 +106,21 @@ class Subject:
         chosen = Selection(inexact_leaves(self.form), inexact_leaves(self.types))
         note = "Give gradients=False where a function has none."
         with self.noting(f"for the gradient {first.label}", note):
-            traced = lambda some: first.programs(some).doubled.of(self.types)
+            traced = lambda some: first.programs(some).of(self.types)
             return differentiable(chosen, traced) if chosen else Selection()
 
     def _is_written(self, argument: int) -> bool:
         """Whether a call gives a new value for a leaf of the arguments, by its number."""
         result = dict(self.feed_back.numbers).get(argument)
-        return result is not None and not self._call.is_untouched(self.types, argument, result)
+        return result is not None and self._call.forwarded.get(result) != argument
 
-    @property
-    def constant(self) -> tuple[str, ...]:
-        """The paths of the results that have no derivative."""
-        flat, _ = tree_util.tree_flatten_with_path(self.form)
-        keys = (flat[k][0] for k in self.selected.constant)
-        return tuple(f"{self.name}(...){jax.tree_util.keystr(key)}" for key in keys)
-
-    def reference(self, on_mesh: FunctionOnMesh) -> Reference:
+    def reference(self, on_mesh: FunctionOnMesh) -> Programs:
         """What the calls on a mesh are compared with."""
         if self._reference is not None:
             return self._reference
         if self.unsharded is None:
-            return self.programs(self.meshes[0]).unsharded
-        # Where results depend on the mesh, each mesh has a reference of its own.
-        programs = self.programs(on_mesh)
-        return Reference(report.EMULATED, programs.jitted, programs.doubled)
+            return self.meshes[0].programs(self.selected, unsharded=True)
+        return self.programs(on_mesh)
 
     def programs(self, on_mesh: FunctionOnMesh) -> Programs:
         """The programs on a mesh that give the results and the gradient."""
@@ -157,41 +128,33 @@ class Subject:
 
     def feed(self, args: Args, results: PyTree) -> Args:
         """The arguments of the next call."""
-        return self.feed_back.apply(*args, results_of(results))
+        return self.feed_back.apply(args, results_of(results))
 
-    def leaves(self, results: PyTree) -> list[Leaf]:
-        """The arrays of the results, and of the gradient if it is there, with their paths."""
-        pairs = zip(leaves_of("", results), self.paths, strict=False)
-        return [dataclasses.replace(leaf, path=path) for leaf, path in pairs]
+    def leaves(self, results: PyTree, values: Sequence[Numbers] | None = None) -> list[ResultLeaf]:
+        """The leaves of the results, and of the gradient if it is there.
 
-    def untested(self, calls: CallsMade) -> list[str]:
-        """What the calls have not tested, in words."""
-        # The other examples of a property have other meshes.
-        one_of_many = hypothesis.currently_in_test_context()
-        sizes = [] if one_of_many else [dict(on_mesh.mesh.shape) for on_mesh in self.meshes]
-        drawn = self._call.drawn(self.types)
-        leaves = [self.leaves(result) for _, result in calls]
-        return [
-            *untested(calls, self.feed_back, sizes, drawn, self.steps, self._without),
-            *never_finite(leaves, self.left_out),
-        ]
+        **Arguments:**
+
+        - `values`: their numbers, where the results have types in the place of arrays.
+        """
+        arrays = jax.tree.leaves(results)
+        of_arrays = list(map(numbers, arrays)) if values is None else values
+        return list(map(ResultLeaf, range(len(arrays)), self.paths, arrays, of_arrays))
+
+    @property
+    def drawn(self) -> Collection[int]:
+        """The numbers of the leaves of the arguments from which random numbers are drawn."""
+        return self._call.drawn
 
     @property
     def exact(self) -> set[int]:
-        """The numbers of the arrays of the results that are computed without floats."""
-        inputs = [x for x in tree_util.tree_leaves(self.types) if is_array_or_type(x)]
-        leaves = [k for k, x in enumerate(tree_util.tree_leaves(self.form)) if is_array_or_type(x)]
+        """The numbers of the leaves of the results that are arrays and computed without floats."""
+        inputs = tree_util.tree_leaves(self.types)
         return {
-            self._numbers[k]
-            for k, sources in zip(leaves, self._call.sources, strict=True)
+            number
+            for number, sources in self._call.sources.items()
             if not any(is_inexact(inputs[source].dtype) for source in sources)
         }
-
-    def other_form(self, results: PyTree, right: PyTree) -> list[str]:
-        """Lines on what differs from the reference in structure, dtypes or static values."""
-        name, dtypes = f"{self.name}(...)", self._plain is None
-        lines = form_differences(name, results_of(results), results_of(right), dtypes=dtypes)
-        return [f"  - {line}." for line in lines]
 
     @contextlib.contextmanager
     def noting(self, label: str, *notes: str) -> Iterator[None]:

@@ -1,22 +1,22 @@
-"""What a check that passed has not tested, and what it is asked to leave out."""
+"""What a check that passed has not tested."""
 
-import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
+import hypothesis
 import jax
 import numpy as np
 
 import statemesh as sm
 
 from .._program._numbers import data_of, equal, is_key
-from .._types import AnyLeaf, PyTree
-from ._feedback import FeedBack, Subtree, parts_of, path_of
-from ._judge import Leaf
+from .._types import AnyLeaf, Args, PyTree
+from ._feedback import parts_of, path_of
+from ._subject import Subject
 
 
 # The positional and keyword arguments of each call, and its result.
-CallsMade: TypeAlias = list[tuple[tuple[tuple[PyTree, ...], Mapping[str, PyTree]], PyTree]]
+CallsMade: TypeAlias = list[tuple[Args, PyTree]]
 
 
 class UntestedWarning(UserWarning):
@@ -41,14 +41,7 @@ class UntestedWarning(UserWarning):
     """
 
 
-def untested(
-    calls: CallsMade,
-    feedback: FeedBack,
-    sizes: Sequence[Mapping[Hashable, int]],
-    drawn: Collection[int],
-    steps: int | None = None,
-    without: Collection[int] = (),
-) -> Iterator[str]:
+def untested(subject: Subject, calls: CallsMade) -> Iterator[str]:
     """What the calls have not tested.
 
     - A state that came back as it went in from every call. Parameters, other `LongTermState`s except
@@ -57,19 +50,18 @@ def untested(
       the first: it is the caller who makes keys anew.
     - Differences between shards, if every mesh has one device.
     - Calls in a row, if nothing is fed back.
+    - An array of the results that holds nothing but NaN and infinities.
 
     **Arguments:**
 
     - `calls`: `((args, kwargs), result)` of each call on one of the meshes. All have one structure.
-    - `feedback`: what each call gets from the one before.
-    - `sizes`: the sizes of each mesh's axes; empty where there will be other meshes.
-    - `drawn`: the numbers of the leaves of `(args, kwargs)` from which random numbers are drawn.
-    - `steps`: the number of calls in a row that the user asked for, if so.
-    - `without`: the numbers of the leaves of the results that are left out.
 
     **Returns:** a sentence for each, for an `UntestedWarning`.
     """
-    if sizes and all(math.prod(mesh.values()) == 1 for mesh in sizes):
+    steps, feedback = subject.steps, subject.feed_back
+    # The other examples of a property have other meshes.
+    one_of_many = hypothesis.currently_in_test_context()
+    if not one_of_many and all(on_mesh.mesh.size == 1 for on_mesh in subject.meshes):
         yield (
             "Every mesh has one device, so nothing is compared between shards. Give a mesh of several, such "
             'as meshes=[{"data": 4}].'
@@ -96,7 +88,7 @@ def untested(
     )
     for path, node, numbers in _states_and_keys(calls[0][0]):
         if isinstance(node, sm.RandomState) or is_key(node):
-            if not set(numbers) & set(drawn):
+            if not set(numbers) & set(subject.drawn):
                 continue
             if unchanged(numbers):
                 yield (
@@ -108,7 +100,7 @@ def untested(
                     f"{path}: random numbers are drawn from this RandomState, and the next call does not get "
                     f"the new one, so that {draws_again}"
                 )
-        elif {returned.get(number) for number in numbers} & set(without):
+        elif {returned.get(number) for number in numbers} & subject.left_out:
             continue
         elif numbers and _is_written(node) and unchanged(numbers):
             yield (
@@ -116,21 +108,11 @@ def untested(
                 "the function writes it, return the new one; if it only reads it, name it in leave_out, or "
                 "make it a LongTermState."
             )
-
-
-def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ()) -> Iterator[str]:
-    """Which arrays of the results hold nothing but NaN and infinities.
-
-    **Arguments:**
-
-    - `calls`: the arrays of the results of each call.
-    - `without`: the numbers of the arrays that are left out.
-
-    **Returns:** a sentence for each, for an `UntestedWarning`.
-    """
-    for number, same in enumerate(zip(*calls, strict=True)):
+    for number, same in enumerate(
+        zip(*(subject.leaves(result) for _, result in calls), strict=True)
+    ):
         finite = any(np.isfinite(leaf.value).any() for leaf in same)
-        if number not in without and same[0].value.size and not finite:
+        if number not in subject.left_out and same[0].value.size and not finite:
             yield (
                 f"{same[0].path}: no call gave a finite number here, and NaN agrees with NaN, so that what "
                 "is computed is not tested. Give arguments for which it is finite."
@@ -158,44 +140,3 @@ def _same(a: AnyLeaf, b: AnyLeaf) -> bool:
         return True
     a, b = np.asarray(data_of(a)), np.asarray(data_of(b))
     return bool(a.shape == b.shape and np.all(equal(a, b)))
-
-
-def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
-    """The numbers of the leaves of a result that are not compared.
-
-    **Arguments:**
-
-    - `name`: what paths call the function.
-    - `leave_out`: a filter of states, the path of a part of the result such as `[1].mean` or
-        `step(...)[1].mean`, or a list of these. A string with a dot, a bracket or nothing in it is a path,
-        any other one a tag. `Where` sees the result, then each of several results.
-
-    **Raises:** `StructureError` for a filter or a path that names nothing in the result; `TypeError` for
-    what is neither.
-    """
-    if leave_out is None or leave_out is False or isinstance(leave_out, sm.filters.Nothing):
-        return frozenset()
-    if isinstance(leave_out, list | tuple):
-        return frozenset().union(*(left_out(name, result, entry) for entry in leave_out))
-    parts = parts_of(result)
-    states = [part for part in parts if sm.is_state(part.node)]
-    if isinstance(leave_out, str) and (not leave_out or set(leave_out) & set(".[(")):
-        path = leave_out.removeprefix(f"{name}(...)").replace('"', "'")
-        hits = [part.leaves for part in parts if part.path == path]
-    else:
-        several = type(result) in (tuple, list)
-        sees_all = sm.filters.to_predicate(leave_out, result)
-        sees_one = [sm.filters.to_predicate(leave_out, x) for x in result] if several else []
-
-        def is_hit(part: Subtree) -> bool:
-            inside = sees_one[part.keys[0].idx] if several and part.keys else None
-            return bool(
-                sees_all(part.keys, part.node) or (inside and inside(part.keys[1:], part.node))
-            )
-
-        hits = [part.leaves for part in states if is_hit(part)]
-    if not hits and leave_out not in (..., True):
-        paths = ", ".join(f"{name}(...){part.path}" for part in states)
-        listed = f"The states are {paths}." if paths else "There are no states in it."
-        raise sm.StructureError(f"leave_out: {leave_out!r} names nothing in the result. {listed}")
-    return frozenset(number for leaves in hits for number in leaves)

@@ -1,6 +1,5 @@
-"""Other values for the same arguments: generic, large, with NaN on one shard, or read from a file."""
+"""Other values for the same arguments: generic, large, or with NaN on one shard."""
 
-import io
 from collections.abc import Callable, Collection
 
 import equinox as eqx
@@ -10,10 +9,10 @@ import numpy as np
 
 import statemesh as sm
 
-from .._program._numbers import data_of, is_key
+from .._program._numbers import is_key
 from .._program._trace import on_one_device
 from .._types import AnyLeaf, PyTree, tree_util
-from ._feedback import is_within, path_of
+from ._feedback import is_within, owners, path_of
 
 
 # Makes another array of the same shape and dtype.
@@ -38,28 +37,37 @@ def generic(args: PyTree, kept: Collection[str]) -> PyTree:
 
 def large(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays outside of States are as large as float16 can hold."""
-    return _changed(generic(args, kept), kept, _large, in_states=False)
+
+    def make(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        drawn = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
+        return jnp.asarray(drawn.astype(x.dtype))
+
+    return _changed(generic(args, kept), kept, make, in_states=False)
 
 
 def one_nan(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has."""
-    return _changed(generic(args, kept), kept, _one_nan, in_states=False)
+
+    def make(_: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
+        if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
+            return x
+        value = np.array(x)
+        value[tuple(size - 1 for size in x.shape)] = np.nan
+        return jnp.asarray(value)
+
+    return _changed(generic(args, kept), kept, make, in_states=False)
 
 
 def _changed(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
     random = np.random.default_rng(1)
-    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
-    above = [
-        in_states or not is_state(node)
-        for node in tree_util.tree_leaves(args, is_leaf=is_state)
-        for _ in tree_util.tree_leaves(node)
-    ]
     flat, treedef = tree_util.tree_flatten_with_path(args)
     leaves = []
-    for (keys, x), hit in zip(flat, above, strict=True):
+    for (keys, x), owner in zip(flat, owners(args, sm.is_state), strict=True):
         is_kept = any(is_within(path_of(keys), path) for path in kept)
-        known = eqx.is_array(x) and not is_key(x)
-        leaves.append(make(random, x) if hit and known and not is_kept else x)
+        is_kept |= sm.is_state(owner) and not in_states
+        leaves.append(x if is_kept or not eqx.is_array(x) or is_key(x) else make(random, x))
     return treedef.unflatten(leaves)
 
 
@@ -83,22 +91,6 @@ def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
     return jnp.asarray((np.abs(drawn) if wide.min(initial=0.0) >= 0 else drawn).astype(value.dtype))
 
 
-def _large(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    drawn = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
-    return jnp.asarray(drawn.astype(x.dtype))
-
-
-def _one_nan(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
-    del random
-    if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
-        return x
-    value = np.array(x)
-    value[tuple(size - 1 for size in value.shape)] = np.nan
-    return jnp.asarray(value)
-
-
 def as_arrays(args: PyTree) -> PyTree:
     """Arguments as JAX arrays of strong types, like the results that are fed back: so there is one trace.
 
@@ -112,20 +104,3 @@ def _as_array(x: AnyLeaf) -> AnyLeaf:
         return jnp.asarray(x)
     x = on_one_device(x)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
-
-
-def saved(tree: PyTree) -> PyTree:
-    """A tree whose arrays were written to a file and read from it."""
-    return jax.tree.map(lambda x: _through_file(x) if eqx.is_array(x) else x, tree)
-
-
-def _through_file(x: jax.Array) -> jax.Array:
-    file = io.BytesIO()
-    data = np.asarray(data_of(x))
-    # As bytes: the format of NumPy does not know bfloat16 and the like.
-    np.save(file, data.reshape(-1).view(np.uint8))
-    file.seek(0)
-    loaded = np.load(file).view(data.dtype).reshape(data.shape)
-    if is_key(x):
-        return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
-    return jnp.asarray(loaded)

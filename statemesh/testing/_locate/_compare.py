@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .._program._jaxprs import Jaxpr, counts_of_scan
 from .._program._numbers import numbers, roundoff
-from .._program._stacked import Scope, Stacked
+from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
 from ._evaluate import Evaluator, Values, on_all_shards
 from ._graph import Node, graph_of, pairs
@@ -56,7 +56,7 @@ class Comparison:
     - `right`: which of those on the mesh are right.
     """
 
-    def __init__(self, evaluators: Evaluators, scope: Scope) -> None:
+    def __init__(self, evaluators: Evaluators, scope: MappedAxes) -> None:
         self.evaluators, self.scope = evaluators, scope
         self.mesh, self.single = (evaluator.graph for evaluator in evaluators)
         self.maker = {x: node for node in self.mesh.nodes for x in node.results}
@@ -224,7 +224,7 @@ class Comparison:
 
 
 def compare(
-    evaluators: Evaluators, scope: Scope, inputs: Sequence[Sequence[Stacked]]
+    evaluators: Evaluators, scope: MappedAxes, inputs: Sequence[Sequence[Stacked]]
 ) -> Comparison:
     """Run two programs side by side and relate their values.
 
@@ -262,7 +262,7 @@ def right_values(comparison: Comparison, value: int) -> Iterator[Numbers]:
 
 
 def _splits(
-    shape: Sequence[int], local: Sequence[int], scope: Scope
+    shape: Sequence[int], local: Sequence[int], scope: MappedAxes
 ) -> Iterator[dict[Hashable, int]]:
     """The ways to split an array into parts of a shape: for mesh axes the array axis that each splits."""
     if len(shape) != len(local):

@@ -19,7 +19,7 @@ from .._program._jaxprs import names_of
 from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers, promoted
 from .._program._replay import Frame, Replay
-from .._program._stacked import Axes, Scope, Stacked, names_of_spec
+from .._program._stacked import Axes, MappedAxes, Stacked, names_of_spec
 from .._types import AnyLeaf, Numbers
 from ._graph import Graph, Node
 
@@ -114,7 +114,7 @@ def in_numpy(x: AnyLeaf, axes: Axes = ()) -> Stacked:
     return Stacked(x if is_key(x) else np.asarray(x), axes)
 
 
-def on_all_shards(value: Stacked, scope: Scope) -> Numbers:
+def on_all_shards(value: Stacked, scope: MappedAxes) -> Numbers:
     """The numbers with all mesh axes of the scope in front."""
     return scope.spread(Stacked(numbers(value.x), value.axes), scope.sizes).x
 

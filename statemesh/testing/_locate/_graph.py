@@ -21,7 +21,7 @@ from .._program._jaxprs import (
     opened,
     operands_of_call,
 )
-from .._program._stacked import Scope, names_of_spec
+from .._program._stacked import MappedAxes, names_of_spec
 from ._lines import Line, by_statemesh, is_transposed, line_of
 
 
@@ -53,8 +53,8 @@ class Node:
     eqn: Equation
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    scope: Scope
-    around: Scope
+    scope: MappedAxes
+    around: MappedAxes
     line: Line | None
     transposed: bool
     caller: str = ""
@@ -86,7 +86,7 @@ class Graph:
     nodes: tuple[Node, ...]
 
 
-def graph_of(jaxpr: Jaxpr, scope: Scope, around: Line | None = None) -> Graph:
+def graph_of(jaxpr: Jaxpr, scope: MappedAxes, around: Line | None = None) -> Graph:
     """The flat program of a jaxpr.
 
     **Arguments:**
@@ -115,7 +115,7 @@ def needed(nodes: Sequence[Node], results: Iterable[int]) -> tuple[Node, ...]:
 class _Around:
     """What runs the equations of a jaxpr: the mesh axes, the user's line, and a function of a library."""
 
-    scope: Scope
+    scope: MappedAxes
     line: Line | None
     transposed: bool = False
     caller: str = ""
@@ -177,7 +177,7 @@ class _Flattening:
 
     def _shard_map(self, eqn: Equation, operands: Sequence[int], around: _Around) -> list[int]:
         outer, params, transposed = around.scope, eqn.params, is_transposed(eqn)
-        scope = Scope({**outer.sizes, **new_axes(eqn)}, outer.indices)
+        scope = MappedAxes({**outer.sizes, **new_axes(eqn)}, outer.indices)
 
         def moved(kind: Literal["split", "join"], x: int, spec: PartitionSpec) -> int:
             if kind == "split" and not names_of_spec(spec):

@@ -17,7 +17,7 @@ import numpy as np
 from .._program._collectives import RULES
 from .._program._jaxprs import names_of
 from .._program._numbers import is_key
-from .._program._stacked import Scope, Stacked
+from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
 from . import _words as words
 from ._compare import Comparison, right_values
@@ -54,7 +54,7 @@ class Change:
     """
 
     make: Callable[[Read], Numbers]
-    scope: Scope | None = None
+    scope: MappedAxes | None = None
 
 
 Changes: TypeAlias = Mapping[int, Change]
@@ -152,7 +152,7 @@ class _Rerun:
         for x in node.results:
             self._change(x)
 
-    def reader(self, scope: Scope) -> Read:
+    def reader(self, scope: MappedAxes) -> Read:
         return lambda x: on_all_shards(self._values[x], scope)
 
     def _change(self, x: int) -> None:
@@ -294,7 +294,7 @@ def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) ->
         yield 1, dict.fromkeys(values, constant(length * _index(scope, name))), ""
 
 
-def _index(scope: Scope, name: Hashable, rank: int = 0) -> Numbers:
+def _index(scope: MappedAxes, name: Hashable, rank: int = 0) -> Numbers:
     """The index of each shard along an axis, with all mesh axes in front of axes of size one."""
     sizes = tuple(scope.sizes.values())
     return np.indices(sizes)[list(scope.sizes).index(name)].reshape((*sizes, *[1] * rank))
@@ -343,7 +343,7 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
 
 
 def _offsets(
-    comparison: Comparison, scope: Scope, rank: int, lengths: Collection[int] = ()
+    comparison: Comparison, scope: MappedAxes, rank: int, lengths: Collection[int] = ()
 ) -> Iterator[tuple[Hashable, int, Numbers]]:
     """The index of each shard along an axis, times the length of a part."""
     for name, size in scope.sizes.items():
@@ -363,7 +363,7 @@ def _same(source: int) -> Change:
     return Change(lambda read: read(source))
 
 
-def _increased(value: int, summand: Numbers, scope: Scope | None = None) -> Change:
+def _increased(value: int, summand: Numbers, scope: MappedAxes | None = None) -> Change:
     return Change(lambda read: read(value) + summand, scope)
 
 

@@ -6,7 +6,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._libraries import OWN_FOLDER, is_library, shown
+from ..._base._libraries import OWN_FOLDER, is_library, shown
 from .._program._jaxprs import Equation
 
 

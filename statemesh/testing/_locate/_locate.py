@@ -8,15 +8,22 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import statemesh as sm
 
 from .. import _errors as errors
 from .._program._doubled import widened
-from .._program._numbers import is_inexact, promoted
-from .._program._stacked import Scope
-from .._program._trace import NO_MESH, Trace, is_array_or_type, is_numpy, on_one_device, trace
+from .._program._numbers import is_inexact, is_numpy, promoted
+from .._program._stacked import MappedAxes
+from .._program._trace import (
+    NO_MESH,
+    Trace,
+    is_array_or_type,
+    name_of,
+    on_one_device,
+    trace,
+    weighted_gradient,
+)
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from . import _words as words
 from ._compare import Comparison, compare, inside, right_values
@@ -124,16 +131,13 @@ def _gradient(call: Fun) -> Fun:
     def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
         inexact, rest = eqx.partition((args, kwargs), _is_inexact)
 
-        def results(inexact: PyTree) -> list[jax.Array]:
+        def results(inexact: PyTree) -> tuple[list[jax.Array], None]:
             args, kwargs = eqx.combine(inexact, rest)
-            return [x for x in jax.tree.leaves(call(*args, **kwargs)) if _is_inexact(x)]
+            return [x for x in jax.tree.leaves(call(*args, **kwargs)) if _is_inexact(x)], None
 
-        values, pull = jax.vjp(results, inexact)
-        # A weight for each number of a result, so that none cancels another.
-        weights = [jnp.asarray(np.cos(np.arange(x.size)).reshape(x.shape), x.dtype) for x in values]
-        return pull(weights)[0]
+        return weighted_gradient(results, inexact)[0]
 
-    gradient.__name__ = getattr(call, "__name__", type(call).__name__)
+    gradient.__name__ = name_of(call)
     return gradient
 
 
@@ -153,9 +157,9 @@ def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True)
         runs.append((False, jax.tree.map(on_one_device, arrays)))
     for wide, values in runs:
         inputs = [in_numpy(x) for x in jax.tree.leaves(values) if is_array_or_type(x)]
-        mesh, single = (Evaluator(graph_of(traced.closed, Scope()), wide) for traced in traces)
+        mesh, single = (Evaluator(graph_of(traced.closed, MappedAxes()), wide) for traced in traces)
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-            comparison = compare((mesh, single), Scope(), (inputs, inputs))
+            comparison = compare((mesh, single), MappedAxes(), (inputs, inputs))
             if not all(comparison.right):
                 return dataclasses.replace(_located(comparison, traces, call), rounding=not wide)
     return None

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._program._numbers import distances, equal, is_key, numbers
-from .._program._stacked import Scope, Stacked, names_of_spec
+from .._program._stacked import MappedAxes, Stacked, names_of_spec
 from .._types import Numbers
 from ._evaluate import on_all_shards
 
@@ -108,7 +108,7 @@ def largest(x: Numbers) -> float:
 
 
 def relation(
-    value: Stacked, want: Numbers, scope: Scope, operands: float, unit: float
+    value: Stacked, want: Numbers, scope: MappedAxes, operands: float, unit: float
 ) -> Relation | None:
     """The relation of a value on shards to the value on one device, if there is one.
 
@@ -139,7 +139,7 @@ def relation(
     return None
 
 
-def _factor(x: Numbers, want: Numbers, scope: Scope) -> float | None:
+def _factor(x: Numbers, want: Numbers, scope: MappedAxes) -> float | None:
     """The product of sizes of mesh axes, or one over it, that one array is of another."""
     if not want.size or want.dtype.kind not in "fc":
         return None

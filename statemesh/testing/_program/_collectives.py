@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._jaxprs import Equation, names_of, nested_equations
-from ._stacked import Scope, Stacked, numpy_of
+from ._stacked import MappedAxes, Stacked, numpy_of
 
 
 # An array of JAX or of NumPy.
@@ -111,7 +111,7 @@ def communicating_axes(eqn: Equation) -> frozenset[Hashable]:
 
 
 def collective(
-    eqn: Equation, value: Stacked, scope: Scope, vmap: Callable[..., Any] = jax.vmap
+    eqn: Equation, value: Stacked, scope: MappedAxes, vmap: Callable[..., Any] = jax.vmap
 ) -> Stacked:
     """The result of a collective for one operand.
 

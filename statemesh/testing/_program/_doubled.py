@@ -1,8 +1,7 @@
 """A call in double precision, with all shards on one device."""
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,20 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._caches import Recent
-from .._errors import BrokenPromise
-from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
-from ._jaxprs import Equation, Sources, rounded_literals, sources_of
-from ._noise import Noisy, OwnDtypes, Promoted
+from .._types import AnyLeaf, Fun, Numbers, PyTree
+from ._jaxprs import Equation, Sources, forwarded, rounded_literals, sources_of
+from ._noise import Noisy, Promoted
 from ._numbers import is_inexact, numbers, promoted
-from ._replay import Replay
+from ._replay import BrokenPromise, Replay
 from ._trace import (
     NO_MESH,
     Trace,
     is_array_or_type,
-    is_number_or_type,
-    leaf_key,
     on_one_device,
-    trace,
     type_of,
 )
 
@@ -91,117 +86,78 @@ class Called:
 
     @cached_property
     def numbers(self) -> list[Numbers]:
-        return [numbers(x) for x in jax.tree.leaves(self.results.values) if is_number_or_type(x)]
+        return [numbers(x) for x in jax.tree.leaves(self.results.values)]
 
 
 class Doubled:
-    """A function whose calls are traced as they are and replayed in double precision.
-
-    **Arguments:**
-
-    - `fun`: a mapped function, or a function that calls one.
-    - `context`: makes the context in which it is traced.
-    """
-
-    def __init__(
-        self, fun: Fun, context: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> None:
-        self._fun, self._context = fun, context
-        self._calls: Recent[DoubledCall] = Recent()
-
-    def of(self, types: PyTree) -> "DoubledCall":
-        """The traced call with arguments of these types."""
-        leaves, treedef = tree_util.tree_flatten(types)
-
-        def new() -> DoubledCall:
-            with self._context():
-                traced = trace(self._fun, treedef, leaves)
-            return DoubledCall(getattr(self._fun, "__name__", type(self._fun).__name__), traced)
-
-        return self._calls.get((treedef, *map(leaf_key, leaves)), new)
-
-    def __call__(
-        self, args: Wide, noise: Any = None, compared_with: "Doubled | None" = None
-    ) -> Called:
-        """Call the function.
-
-        **Arguments:**
-
-        - `args`: the tuple of the positional arguments and the dictionary of the others.
-        - `noise`: that of `Noisy`; without it there is none, and the program is a smaller one.
-        - `compared_with`: the function that this one is compared with. Constants that only one of the two
-            has may be rounded.
-        """
-        call = self.of(args.types)
-        if noise is None:
-            return call(args)
-        return call(args, noise, call.literals - (compared_with or self).of(args.types).literals)
-
-
-class DoubledCall:
-    """One traced call, with its replays in double precision.
+    """A traced call, with its replays in double precision.
 
     **Attributes:**
 
     - `trace`: the traced call.
     - `own_dtype`: the operations that could not run in double precision, once it has run.
+    - `loops`: whether it has loops that might not end.
     """
 
-    def __init__(self, name: str, traced: Trace) -> None:
-        self._name, self.trace, self._jaxpr = name, traced, traced.closed.jaxpr
-        arithmetic = Promoted()
-        self.own_dtype = arithmetic.own_dtype
-        self._exact = self._compiled(arithmetic)
-        self._noisy: Recent[tuple[Replay, Fun]] = Recent()
+    def __init__(self, name: str, traced: Trace, args: Sequence[AnyLeaf]) -> None:
+        self.trace, jaxpr = traced, traced.closed.jaxpr
+        self._inputs = [k for k, x in enumerate(args) if is_array_or_type(x)]
+        self._outputs = [
+            k for k, x in enumerate(jax.tree.leaves(traced.form)) if is_array_or_type(x)
+        ]
+        self._replay = Replay(name, jaxpr)
+        self._replay.arithmetic = arithmetic = Promoted()
+        self.own_dtype, self.loops = arithmetic.own_dtype, self._replay.loops
+        self._exact = jax.jit(self._replay, compiler_options=compile_fast())
+        self._noisy: Recent[Fun] = Recent()
         with jax.enable_x64(True):
             self._consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
 
-    def _compiled(self, arithmetic: OwnDtypes | Callable[[Any], OwnDtypes]) -> tuple[Replay, Fun]:
-        replay = Replay(self._name, self._jaxpr, arithmetic)
-        return replay, jax.jit(replay, compiler_options=compile_fast())
+    def _with_noise(self, rounded: frozenset[tuple[str, float]]) -> Fun:
+        def run(noise: Any, *arrays: Any) -> Any:
+            return self._replay(*arrays, arithmetic=Noisy(noise, rounded))
+
+        return jax.jit(run, compiler_options=compile_fast())
 
     def __call__(
         self, args: Wide, noise: Any = None, rounded: frozenset[tuple[str, float]] = frozenset()
     ) -> Called:
         """Call the function, with noise also in the literals that are rounded."""
-        replay, run = self._exact
         inputs = [x for x in jax.tree.leaves(args.values) if is_array_or_type(x)]
         inputs = [*self._consts, *inputs]
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-            if noise is not None:
-                new = lambda: self._compiled(lambda noise: Noisy(noise, rounded))
-                replay, run = self._noisy.get(rounded, new)
-                inputs.insert(0, jnp.asarray(noise, np.float64))
-            arrays, differences = run(*inputs)
+            if noise is None:
+                arrays, differences = self._exact(*inputs)
+            else:
+                run = self._noisy.get(rounded, lambda: self._with_noise(rounded))
+                arrays, differences = run(jnp.asarray(noise, np.float64), *inputs)
         results = Wide(self.trace.form, self.trace.results(arrays))
-        broken = replay.broken(differences, self.trace.paths)
-        return Called(args, results, broken, replay.unended(differences))
+        broken = self._replay.broken(differences, self.trace.paths)
+        return Called(args, results, broken, self._replay.unended(differences))
 
     @cached_property
     def literals(self) -> frozenset[tuple[str, float]]:
         return rounded_literals(self.trace.closed)
 
-    @property
-    def loops(self) -> bool:
-        """Whether it has loops that might not end."""
-        return self._exact[0].loops
-
     @cached_property
     def _flow(self) -> tuple[list[Sources], Sources]:
-        return sources_of(self._jaxpr)
+        return sources_of(self.trace.closed)
 
     @property
-    def sources(self) -> list[Sources]:
-        """For each array of the results, the numbers of the arrays of the arguments that it depends on."""
-        return self._flow[0]
+    def sources(self) -> dict[int, list[int]]:
+        """For each array of the results the arrays of the arguments that it depends on, by their leaves."""
+        pairs = zip(self._outputs, self._flow[0], strict=True)
+        return {leaf: [self._inputs[i] for i in sources] for leaf, sources in pairs}
 
-    def drawn(self, types: PyTree) -> frozenset[int]:
+    @property
+    def drawn(self) -> set[int]:
         """The numbers of the leaves of the arguments from which random numbers are drawn."""
-        arrays = [k for k, x in enumerate(jax.tree.leaves(types)) if is_array_or_type(x)]
-        return frozenset(arrays[k] for k in self._flow[1])
+        return {self._inputs[i] for i in self._flow[1]}
 
-    def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
-        """Whether a leaf of the results is a leaf of the arguments, each by its number."""
-        ins = sum(map(is_array_or_type, jax.tree.leaves(types)[:argument]))
-        outs = sum(map(is_array_or_type, jax.tree.leaves(self.trace.form)[:result]))
-        return self._jaxpr.invars[ins] is self._jaxpr.outvars[outs]
+    @cached_property
+    def forwarded(self) -> dict[int, int | None]:
+        """For each array of the results that is one of the arguments, which it is, by their leaves."""
+        jaxpr = self.trace.closed.jaxpr
+        leaves = [None] * len(jaxpr.constvars) + self._inputs
+        pairs = zip(self._outputs, forwarded(jaxpr), strict=True)
+        return {leaf: leaves[i] for leaf, i in pairs if i is not None}

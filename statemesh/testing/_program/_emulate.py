@@ -13,15 +13,16 @@ import statemesh as sm
 from .. import _errors as errors
 from .._caches import Recent
 from .._types import Fun, PyTree, tree_util
-from ._jaxprs import Jaxpr, as_function, is_identity, is_literal
+from ._jaxprs import Jaxpr, as_function, forwarded
+from ._numbers import is_numpy
 from ._replay import Differences, Replay
 from ._trace import (
     NO_MESH,
     Placing,
     Trace,
     as_array,
-    is_numpy,
     leaf_key,
+    name_of,
     on_one_device,
     placing_like,
     trace,
@@ -49,13 +50,7 @@ class TracedProgram:
         self.compiled = jax.jit(self.replay)
         self.gradients: Recent[Fun] = Recent()
         # A result that is an input is returned as the very array that came in.
-        inputs = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
-        for eqn in closed.jaxpr.eqns:
-            if is_identity(eqn):
-                pairs = zip(eqn.invars, eqn.outvars, strict=True)
-                inputs.update({b: inputs[a] for a, b in pairs if not is_literal(a) and a in inputs})
-        outvars = closed.jaxpr.outvars
-        self.forwarded = [None if is_literal(v) else inputs.get(v) for v in outvars]
+        self.forwarded = forwarded(closed.jaxpr)
 
     def __call__(self, arrays: Sequence[Any]) -> list[jax.Array]:
         inputs = [*map(as_array, self.closed.consts), *arrays]
@@ -97,13 +92,13 @@ class TracedProgram:
         if any(isinstance(x, jax.core.Tracer) for x in differences):
             return
         broken = self.replay.broken(differences, self.paths).values()
-        if uneven := "\n".join(str(promise) for promise in broken if promise.control):
+        if uneven := "\n".join(promise.text for promise in broken if promise.is_predicate):
             raise sm.StatemeshError(
                 f"{self.name}: on devices some shards would wait in collectives for others that never come:\n"
                 f"{uneven}\nMove the collectives out, or make the predicate the same on all shards "
                 "(jax.lax.pmax)."
             )
-        if unequal := "\n".join(map(str, broken)):
+        if unequal := "\n".join(promise.text for promise in broken):
             raise sm.StatemeshError(
                 f"{self.name}: results that are promised to be the same on several shards "
                 f"differ:\n{unequal}\nReduce them over these axes inside (jax.lax.psum, pmean), let a "
@@ -208,8 +203,7 @@ def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
 
     def new() -> tuple[Trace, TracedProgram]:
         traced = trace(mapped, treedef, leaves)
-        name = getattr(mapped, "__name__", type(mapped).__name__)
-        return traced, TracedProgram(name, traced.closed, traced.paths)
+        return traced, TracedProgram(name_of(mapped), traced.closed, traced.paths)
 
     traced, program = cache.get(key, new)
     if program.holds_tracers:

@@ -174,6 +174,15 @@ Sources: TypeAlias = frozenset[int]
 NONE: Sources = frozenset()
 
 
+def forwarded(jaxpr: Jaxpr) -> list[int | None]:
+    """For each result the number of the constant or argument that it is; `None` if it is computed."""
+    numbers = {var: k for k, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+    for eqn in filter(is_identity, jaxpr.eqns):
+        pairs = zip(eqn.invars, eqn.outvars, strict=True)
+        numbers.update({b: numbers[a] for a, b in pairs if not is_literal(a) and a in numbers})
+    return [None if is_literal(var) else numbers.get(var) for var in jaxpr.outvars]
+
+
 def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
     """For each result the arguments that it depends on other than by drawing; and those that are drawn from.
 

@@ -171,14 +171,25 @@ _EXACT = frozenset(
 # Operations with one result for each number, and those of them that only change the dtype.
 _CONVERSIONS = ("convert_element_type", "reduce_precision")
 _ELEMENTWISE = ("add", "sub", "mul", "add_any", "integer_pow", "square", *_CONVERSIONS)
+# How many terms there are in each result of a sum, or factors, from parameters and the shapes of operands.
+_TERMS: Mapping[str, Callable[[Mapping[str, Any], Sequence[tuple[int, ...]]], int]] = {
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_prod"), lambda p, shapes: math.prod(shapes[0][k] for k in p["axes"])
+    ),
+    **dict.fromkeys(("cumsum", "cumprod", "cumlogsumexp"), lambda p, shapes: shapes[0][p["axis"]]),
+    **dict.fromkeys(
+        ("scatter-add", "scatter_add", "scatter-mul", "scatter_mul"),
+        lambda p, shapes: math.prod(shapes[1][:-1]),
+    ),
+    "dot_general": lambda p, shapes: math.prod(shapes[0][k] for k in p["dimension_numbers"][0][0]),
+    "conv_general_dilated": lambda p, shapes: (
+        math.prod(shapes[1]) // max(shapes[1][p["dimension_numbers"].rhs_spec[0]], 1)
+    ),
+    "reduce_window_sum": lambda p, shapes: math.prod(p["window_dimensions"]),
+}
+_COLLECTIVE_SUMS = ("psum", "psum_invariant", "reduce_scatter")
 # Sums of products of their operands: their exactness is computed.
-_SUMS = frozenset(
-    (
-        *("reduce_sum", "cumsum", "dot_general", "conv_general_dilated", "reduce_window_sum"),
-        *("reduce_prod", "cumprod", "psum", "psum_invariant", "reduce_scatter"),
-        *("scatter-add", "scatter_add", "scatter-mul", "scatter_mul"),
-    )
-)
+_SUMS = frozenset({*_TERMS, *_COLLECTIVE_SUMS} - {"cumlogsumexp"})
 # Operations that round once. The result of another one may be off by a few digits more.
 _ONCE = _SUMS - {"reduce_window_sum", "reduce_prod", "cumprod", "scatter-mul", "scatter_mul"}
 _ONCE |= {*_ELEMENTWISE, "div", "sqrt"}
@@ -199,7 +210,6 @@ _POWER = 4
 
 # Dot products of narrow dtypes are summed in float32.
 _WIDE_SUMS = ("dot_general", "conv_general_dilated")
-_COLLECTIVE_SUMS = ("psum", "psum_invariant", "reduce_scatter")
 
 
 class Noisy(Promoted):
@@ -358,8 +368,8 @@ class Noisy(Promoted):
         # XLA would compute the noise anew for each use, compile it as often, and may round that of a sum
         # differently there. A function such as `tanh` stays in one loop with its uses: alone, it may be other
         # for other shapes.
-        alone = name in _ONCE or sizes is not None
-        return jax.lax.optimization_barrier(moved) if alone else moved
+        is_materialized = name in _ONCE or sizes is not None
+        return jax.lax.optimization_barrier(moved) if is_materialized else moved
 
 
 @jax.jit
@@ -448,22 +458,7 @@ def _fits(sizes: AnyLeaf, fineness: AnyLeaf, unit: Any) -> AnyLeaf:
 
 def _terms(eqn: Equation, shards: int) -> int:
     """How many terms each result of an equation sums."""
-    name, params = eqn.primitive.name, eqn.params
+    name, shapes = eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.invars]
     if name in _COLLECTIVE_SUMS:
         return shards
-    shapes: list[tuple[int, ...]] = [v.aval.shape for v in eqn.invars]  # type: ignore[attr-defined]
-    if name in ("reduce_sum", "reduce_prod"):
-        return int(math.prod(shapes[0][axis] for axis in params["axes"]))
-    if name in ("cumsum", "cumprod", "cumlogsumexp"):
-        return int(shapes[0][params["axis"]])
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return math.prod(shapes[0][axis] for axis in contracted)
-    if name == "conv_general_dilated":
-        features = params["dimension_numbers"].rhs_spec[0]
-        return int(math.prod(shapes[1]) // max(shapes[1][features], 1))
-    if name in ("scatter-add", "scatter_add", "scatter-mul", "scatter_mul"):
-        return math.prod(shapes[1][:-1])
-    if name == "reduce_window_sum":
-        return int(math.prod(params["window_dimensions"]))
-    return 1
+    return int(_TERMS[name](eqn.params, shapes)) if name in _TERMS else 1

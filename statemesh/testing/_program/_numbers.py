@@ -72,8 +72,21 @@ def data_of(x: AnyLeaf) -> AnyLeaf:
     return jax.random.key_data(x) if is_key(x) else x
 
 
+def is_numpy(x: object) -> bool:
+    """Whether a leaf is an array of NumPy that JAX traces: those of strings or objects are static."""
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"
+
+
+def is_numeric(x: AnyLeaf) -> bool:
+    """Whether a leaf is an array of numbers or keys, what stands for one, or a number."""
+    is_array = is_numpy(x) or (has_shape(x) and not isinstance(x, np.ndarray | np.generic))
+    return is_array or isinstance(x, bool | int | float | complex)
+
+
 def numbers(x: AnyLeaf) -> Numbers:
-    """The numbers of an array: floats in double precision, and keys as the integers that they are."""
+    """The numbers of a leaf: floats in double precision, keys as integers, and of what is static none."""
+    if not is_numeric(x):
+        return np.zeros(0)
     values = np.asarray(data_of(x))
     if jnp.issubdtype(values.dtype, jnp.floating):
         return values.astype(np.float64)  # NumPy cannot subtract bfloat16 and the like.
@@ -87,8 +100,10 @@ def equal(a: Numbers, b: Numbers) -> Numbers:
 
 def distances(a: Numbers, b: Numbers) -> Numbers:
     """The differences between numbers; infinite where only one of the two is NaN or infinite."""
-    if a.dtype.kind in "biu" or b.dtype.kind in "biu":
-        return np.abs(a.astype(np.float64) - b.astype(np.float64))
+    if a.dtype.kind in "biu" and b.dtype.kind in "biu":
+        # Large integers that differ may be one number in double precision.
+        apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
+        return np.where(a == b, 0.0, np.maximum(apart, 1.0))
     with np.errstate(invalid="ignore"):
         difference: Any = np.abs(a - b)
     return np.where(equal(a, b), 0.0, np.where(np.isnan(difference), np.inf, difference))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,13 @@ from jax.sharding import PartitionSpec
 import statemesh as sm
 
 from .. import _errors as errors
-from .._errors import BrokenPromise
 from .._types import AnyLeaf, Numbers
 from . import _jaxprs as jaxprs
 from ._collectives import RULES, collective, communicating_axes, nested_collectives
 from ._jaxprs import Atom, Equation, Jaxpr, is_literal, names_of, new_axes
 from ._noise import OwnDtypes
 from ._numbers import data_of, more_than_rounding
-from ._stacked import Axes, Scope, Stacked, names_of_spec
+from ._stacked import Axes, MappedAxes, Stacked, names_of_spec
 
 
 # For each promise the largest difference, and where it is: the number of the stack, and the index in it.
@@ -45,6 +44,21 @@ _SHARD_BY_SHARD = (
 _SAFE_KEYS = ("fry", "threefry2x32")
 
 
+class BrokenPromise(NamedTuple):
+    """A result or a predicate that should be the same on all shards, although their copies differ.
+
+    **Attributes:**
+
+    - `text`: which it is, and by how much and where it differs.
+    - `amount`: the largest difference.
+    - `is_predicate`: whether shards would wait in collectives for others that never come.
+    """
+
+    text: str
+    amount: float
+    is_predicate: bool
+
+
 class Frame:
     """One run of a jaxpr.
 
@@ -54,7 +68,7 @@ class Frame:
     - `differences`: those found so far in results that are promised to be the same.
     """
 
-    def __init__(self, scope: Scope, differences: Differences) -> None:
+    def __init__(self, scope: MappedAxes, differences: Differences) -> None:
         self.scope = scope
         self.differences = differences
 
@@ -76,21 +90,16 @@ class Replay:
 
     - `name`: the name of the program in messages.
     - `jaxpr`: the program. Its constants are its first inputs.
-    - `arithmetic`: how it computes; left out, in the program's own dtypes. If it is a function, it gives the
-        arithmetic of each run, from a first input more.
     - `most_rounds`: the rounds after which a `while_loop` is stopped; `None` for never.
+
+    **Attributes:**
+
+    - `arithmetic`: how it computes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        jaxpr: Jaxpr,
-        arithmetic: OwnDtypes | Callable[[Any], OwnDtypes] | None = None,
-        most_rounds: int | None = MOST_ROUNDS,
-    ) -> None:
+    def __init__(self, name: str, jaxpr: Jaxpr, most_rounds: int | None = MOST_ROUNDS) -> None:
         self.name, self.jaxpr, self.most_rounds = name, jaxpr, most_rounds
-        self._of_run = None if isinstance(arithmetic, OwnDtypes) else arithmetic
-        self.arithmetic = arithmetic if isinstance(arithmetic, OwnDtypes) else OwnDtypes()
+        self.arithmetic = OwnDtypes()
         self.promises = list(_promises(jaxpr))
         self._promise_numbers = {(id(p.eqn), p.index): i for i, p in enumerate(self.promises)}
         count = len(self.promises)
@@ -100,18 +109,18 @@ class Replay:
         )
         self._axes: dict[Any, list[Axes]] = {}
 
-    def __call__(self, *arrays: Any) -> tuple[list[jax.Array], Differences]:
-        if self._of_run is not None:
-            first, *arrays = arrays  # type: ignore[assignment]
-            self.arithmetic = self._of_run(first)
-        frame = Frame(Scope(), self.no_differences)
+    def __call__(
+        self, *arrays: Any, arithmetic: OwnDtypes | None = None
+    ) -> tuple[list[jax.Array], Differences]:
+        """Run the program, with an arithmetic for this run only if there is one."""
+        before, self.arithmetic = self.arithmetic, arithmetic or self.arithmetic
+        frame = Frame(MappedAxes(), self.no_differences)
         try:
             inputs = [Stacked(self.arithmetic.value(x)) for x in arrays]
             results = self._run(self.jaxpr, inputs, frame)
         finally:
-            if self._of_run is not None:
-                # It holds tracers, which must not outlive their trace.
-                self.arithmetic = OwnDtypes()
+            # That of one run may hold tracers, which must not outlive their trace.
+            self.arithmetic = before
         return [value.x for value in results], frame.differences
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
@@ -119,7 +128,7 @@ class Replay:
         consts = [Stacked(self.arithmetic.value(x)) for x in getattr(jaxpr, "consts", ())]
         return self._run(jaxprs.opened(jaxpr), [*consts, *values], frame)
 
-    def axes(self, jaxpr: Jaxpr, values: Sequence[Stacked], scope: Scope) -> list[Axes]:
+    def axes(self, jaxpr: Jaxpr, values: Sequence[Stacked], scope: MappedAxes) -> list[Axes]:
         """The axes along which the results of a jaxpr are stacked."""
         stacks = tuple(value.axes for value in values)
         # Loops and branches ask again and again. The jaxpr lives as long as this object, so its id is a key.
@@ -190,7 +199,7 @@ class Replay:
         return frame.scope.over_axes(lambda *xs: self.arithmetic.bind(eqn, xs), values)
 
     def _collective(
-        self, eqn: Equation, values: Sequence[Stacked], used: set[Hashable], scope: Scope
+        self, eqn: Equation, values: Sequence[Stacked], used: set[Hashable], scope: MappedAxes
     ) -> list[Stacked]:
         name, over = eqn.primitive.name, names_of(eqn)
         known = name in RULES and used == {*over} <= {*scope.sizes}
@@ -219,7 +228,7 @@ class Replay:
                 # JAX makes such specs for the gradient of nested calls, and cannot compile them.
                 why = f"one inside another names {again[0]!r}, which the outer one maps over"
                 raise self._refused("shard_map", why)
-        inside = Scope({**scope.sizes, **sizes}, scope.indices)
+        inside = MappedAxes({**scope.sizes, **sizes}, scope.indices)
         split = [inside.split(v, spec) for v, spec in zip(values, params["in_specs"], strict=True)]
         inner = Frame(inside, frame.differences)
         joined = []
@@ -336,7 +345,7 @@ class Replay:
         jaxpr: Jaxpr,
         like: Sequence[Stacked],
         axes: Sequence[Axes],
-        scope: Scope,
+        scope: MappedAxes,
         differences: Differences,
         *xs: AnyLeaf,
     ) -> tuple[list[Any], Differences]:
@@ -368,7 +377,7 @@ class Replay:
             for i, x in zip(stacked, xs, strict=True):
                 mine[i] = Stacked(x, flat[i][1])
             here = dict(zip(over, indices, strict=True))
-            inner = Frame(Scope(sizes, {**scope.indices, **here}), self.no_differences)
+            inner = Frame(MappedAxes(sizes, {**scope.indices, **here}), self.no_differences)
             results = rule(eqn, mine, inner)
             axes[:] = [value.axes for value in results]
             return _arrays(results), inner.differences
@@ -393,8 +402,9 @@ class Replay:
             return value
         amount, position = _largest_difference(value, left)
         promise = self.promises[self._promise_numbers[id(eqn), index]]
-        stack = promise.stack_number(value, left)
-        self._note(eqn, index, amount, jnp.stack([stack, position]), frame)
+        stack = value.axes, tuple(value.x.shape), tuple(left)
+        number = promise.stacks.setdefault(stack, len(promise.stacks))
+        self._note(eqn, index, amount, jnp.stack([number, position]), frame)
         # All shards have the same value, so the first one's copy serves.
         first = tuple(0 if name in left else slice(None) for name in value.axes)
         return Stacked(value.x[first], tuple(name for name in value.axes if name not in left))
@@ -416,7 +426,7 @@ class Replay:
         amounts, positions = map(np.asarray, differences)
         named = dict(zip(map(id, self.jaxpr.outvars), paths, strict=False))
         return {
-            number: promise.as_broken(named, float(amounts[number]), positions[number])
+            number: promise.broken(named, float(amounts[number]), positions[number])
             for number, promise in enumerate(self.promises)
             if amounts[number] and promise.index != _UNENDED
         }
@@ -443,47 +453,41 @@ class _Promise:
 
     - `eqn`, `index`: the equation, and the number of its result.
     - `spec`: the out spec; `None` for a predicate.
-    - `stacks`: the ways in which the result has been stacked, of which there are several where an equation is
-        replayed several times: the mesh axes; the shape of the array; and the axes along which all shards
-        must have the same value.
+    - `stacks`: numbers of the ways in which the result has been stacked, of which there are several where an
+        equation is replayed several times: the mesh axes; the shape of the array; and the axes along which
+        all shards must have the same value.
     """
 
     eqn: Equation
     index: int
     spec: PartitionSpec | None = None
-    stacks: list[tuple[Axes, tuple[int, ...], Axes]] = dataclasses.field(default_factory=list)
+    stacks: dict[tuple[Axes, tuple[int, ...], Axes], int] = dataclasses.field(default_factory=dict)
 
-    def stack_number(self, value: Stacked, left: Sequence[Hashable]) -> int:
-        """The number in `stacks` of the way in which a result is stacked."""
-        stack = value.axes, tuple(value.x.shape), tuple(left)
-        if stack not in self.stacks:
-            self.stacks.append(stack)
-        return self.stacks.index(stack)
-
-    def as_broken(
-        self, named: Mapping[int, str], amount: float, position: Numbers
-    ) -> BrokenPromise:
-        """The promise and the difference that was found, as messages describe them."""
-        axes, shape, left = self.stacks[int(position[0])]
+    def broken(self, named: Mapping[int, str], amount: float, position: Numbers) -> BrokenPromise:
+        """The promise, which does not hold, with the largest difference and its position."""
+        axes, shape, left = list(self.stacks)[int(position[0])]
         index = tuple(map(int, np.unravel_index(int(position[1]), shape)))
         other = dict(zip(axes, index, strict=False))
         first = {name: 0 if name in left else at for name, at in other.items()}
-        result: Any = self.eqn.outvars[self.index]
-        control, collectives = "", set()
+        shards = errors.axes_str(first), errors.axes_str(other)
         if self.spec is None:
-            control = self.eqn.primitive.name
             collectives = {inner.primitive.name for inner in nested_collectives(self.eqn)}
-        return BrokenPromise(
-            path=named.get(id(result), f"result {self.index} of a shard_map"),
-            what=f"{result.aval.dtype}[{','.join(map(str, result.aval.shape))}]",
-            spec=self.spec,
-            axis_names=left,
-            amount=amount,
-            index=index[len(axes) :],
-            shards=(errors.axes_str(first), errors.axes_str(other)),
-            control=control,
-            collectives=tuple(sorted(collectives)),
-        )
+            inside = ", ".join(f"`{name}`" for name in sorted(collectives))
+            text = (
+                f"  - a `{self.eqn.primitive.name}` with {inside} over {errors.names(left)} inside goes one "
+                f"way on {shards[0]}, another on {shards[1]}"
+            )
+        else:
+            result: Any = self.eqn.outvars[self.index]
+            path = named.get(id(result), f"result {self.index} of a shard_map")
+            inner = index[len(axes) :]
+            at = f"at {list(inner)} " if inner else ""
+            text = (
+                f"  - {path}: {errors.array_str(result.aval)} with out spec {errors.spec_str(self.spec)} is "
+                f"one copy for all shards along {errors.names(left)}, but differs by {amount:.6g} {at}"
+                f"between {shards[0]} and {shards[1]}"
+            )
+        return BrokenPromise(text, amount, self.spec is None)
 
 
 def _promises(jaxpr: Jaxpr) -> Iterator[_Promise]:
@@ -526,7 +530,7 @@ def _partitioned_axes(
 
 def _fixed_point(
     carry: Sequence[Stacked],
-    scope: Scope,
+    scope: MappedAxes,
     after: Callable[[Sequence[Stacked]], list[Axes]],
 ) -> list[Stacked]:
     """What a loop carries, stacked along all axes along which it may differ after any number of rounds."""

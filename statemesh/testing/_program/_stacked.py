@@ -37,7 +37,7 @@ class Stacked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scope:
+class MappedAxes:
     """The mesh axes that are mapped over around an equation.
 
     **Attributes:**

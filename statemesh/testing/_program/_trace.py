@@ -96,22 +96,27 @@ def is_array_or_type(x: object) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
-def is_numpy(x: object) -> bool:
-    """Whether a leaf is an array of NumPy that JAX traces: those of strings or objects are static."""
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"
-
-
 def leaf_key(x: AnyLeaf) -> Hashable:
     """What a traced program knows of a leaf of its arguments."""
     if is_array_or_type(x):
         return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
-    # A static leaf whose value cannot be known is never equal to another.
-    return static_key(x) or object()
+    return static_key(x)
 
 
-def is_number_or_type(x: object) -> bool:
-    """Whether a leaf is an array, the type of one, or a number of Python."""
-    return eqx.is_array_like(x) or isinstance(x, jax.ShapeDtypeStruct)
+def name_of(fun: Fun) -> str:
+    return str(getattr(fun, "__name__", type(fun).__name__))
+
+
+def weighted_gradient(
+    outputs: Callable[[PyTree], tuple[list[jax.Array], PyTree]], primals: PyTree
+) -> tuple[Any, PyTree]:
+    """The gradient of a weighted sum of all outputs, and what `outputs` returns besides them.
+
+    Each number of an output has a weight of its own, so that none cancels another.
+    """
+    values, pull, rest = jax.vjp(outputs, primals, has_aux=True)
+    weights = [jnp.asarray(np.cos(np.arange(x.size)).reshape(x.shape), x.dtype) for x in values]
+    return pull(weights)[0], rest
 
 
 def trace(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:
@@ -122,7 +127,6 @@ def trace(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:
     - `treedef`, `leaves`: the tuple of the positional arguments and the dictionary of the others, flattened.
         Arrays are `jax.Array`s or their types.
     """
-    name = getattr(mapped, "__name__", type(mapped).__name__)
     arrays, statics = eqx.partition(leaves, is_array_or_type)
 
     def of(fun: Fun) -> Any:
@@ -141,5 +145,5 @@ def trace(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:
             raise
         closed, (types, _), (_, rest) = of(mapped.unsharded)
     flat, _ = tree_util.tree_flatten_with_path(types)
-    paths = [f"{name}(...){jax.tree_util.keystr(path)}" for path, _ in flat]
+    paths = [f"{name_of(mapped)}(...){jax.tree_util.keystr(path)}" for path, _ in flat]
     return Trace(closed, types, rest(), paths)

@@ -118,12 +118,10 @@ def _numbers(dtype: DType, least: int | float, most: int | float) -> st.SearchSt
 
 def _integers(dtype: DType, least: int | float, most: int | float) -> st.SearchStrategy[int]:
     info = iinfo(dtype)
-    if not max(least, info.min) <= min(most, info.max):
+    low, high = max(least, info.min), min(most, info.max)
+    if not low <= high or math.ceil(low) > math.floor(high):
         raise errors.no_numbers(dtype, least, most)
-    low, high = math.ceil(max(least, info.min)), math.floor(min(most, info.max))
-    if low > high:
-        raise errors.no_numbers(dtype, least, most)
-    return st.integers(low, high)
+    return st.integers(math.ceil(low), math.floor(high))
 
 
 def _floats(dtype: DType, least: int | float, most: int | float) -> st.SearchStrategy[float]:

@@ -1,7 +1,8 @@
 """A strategy for filters: each is built around a state of a tree that it must match."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -122,40 +123,28 @@ class _FilterMaker:
         """A filter that matches a state or does not. It may match others of the tree."""
         if deep and self.draw(st.booleans()):
             return self.nested(state, deep - 1, matches)
-        tags: Iterable[str]
-        whole: tuple[Filter, ...]
+        tags: AbstractSet[str] = state.state.tag
+        whole: tuple[Filter, ...] = EVERYTHING if matches else NOTHING
         if matches:
-            kinds, tags, names = state.kinds, state.state.tag, state.names
-            nodes, functions, whole = state.nodes, _functions(state), EVERYTHING
+            kinds, names, nodes = state.kinds, state.names, state.nodes
+            functions = _functions(state)
         else:
             others = {kind for other in self.states for kind in other.kinds}.union(KINDS)
             kinds = sorted(others - {*state.kinds}, key=lambda kind: kind.__qualname__)
-            tags = {tag for other in self.states for tag in other.state.tag} - state.state.tag
+            tags = {tag for other in self.states for tag in other.state.tag} - tags
             by_text = {str(name): name for other in self.states for name in other.names}
-            mine = {str(name) for name in state.names}
-            names = [name for text, name in by_text.items() if text not in mine]
+            names = [by_text[text] for text in by_text if text not in map(str, state.names)]
             nodes = [x for other in self.states for x in other.nodes if x not in state.nodes]
-            functions, whole = [_as_deep_as(len(state.path) + 1)], NOTHING
-        kind, tag = sm.filters.OfType, sm.filters.WithTag
-        forms: list[Drawing] = [
-            lambda: self.one_of(whole),
-            lambda: self.bare_or(kind, self.one_of(kinds)),
-            lambda: self.one_of(functions) if matches else functions[0],
+            functions = [_as_deep_as(len(state.path) + 1)]
+        forms: list[Sequence[Filter]] = [
+            whole,
+            [x for kind in kinds for x in (kind, sm.filters.OfType(kind))],
+            functions,
+            [x for tag in sorted(tags) for x in (tag, sm.filters.WithTag(tag))],
+            [sm.filters.PathContains(name) for name in names],
+            [_where(path) for path in nodes],
         ]
-        # To Hypothesis the first forms are the simplest: of filters that do not match, `Where` is the last.
-        at_node: Drawing = lambda: _where(self.one_of(nodes))
-        if matches:
-            forms.append(at_node)
-        if tags:
-            forms.append(lambda: self.bare_or(tag, self.one_of(sorted(tags))))
-        if names:
-            forms.append(lambda: sm.filters.PathContains(self.one_of(names)))
-        if nodes and not matches:
-            forms.append(at_node)
-        return self.one_of(forms)()
-
-    def bare_or(self, wrapper: Fun, value: Any) -> Filter:
-        return self.one_of([value, wrapper(value)])
+        return self.one_of(self.one_of([form for form in forms if form]))
 
     def nested(self, state: PathAndState, deep: int, matches: bool) -> Filter:
         """Such a filter of several. Of `Any` one has to match, of `All` every one."""

@@ -15,11 +15,10 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._errors import check
-from .._types import Fun
+from .._types import AnyMesh, Fun
 
 
 Shape: TypeAlias = tuple[int, ...]
-AnyMesh: TypeAlias = Mesh | AbstractMesh
 # The type of the first argument of a composite strategy. Hypothesis has it for type checkers only.
 if TYPE_CHECKING:
     Draw: TypeAlias = st.DrawFn
@@ -150,18 +149,18 @@ def specs(*, shape: Sequence[int], mesh: AnyMesh) -> st.SearchStrategy[Partition
     @st.composite
     def drawn(draw: Draw) -> PartitionSpec:
         # To Hypothesis fewer choices are simpler. So every spec is drawn in the same number of choices.
-        where = st.integers(0, len(shape))
+        any_axis = st.integers(0, len(shape))
         left = list(shape)
         split: list[list[Hashable]] = [[] for _ in shape]
         for name in draw(st.permutations(mesh.axis_names)):
             size = mesh.shape[name]
             ways = [None, *(axis for axis, count in enumerate(left) if count % size == 0)]
-            axis = ways[draw(where) % len(ways)]
+            axis = ways[draw(any_axis) % len(ways)]
             if axis is not None:
                 left[axis] //= size
                 split[axis].append(name)
         used = max((axis + 1 for axis, names in enumerate(split) if names), default=0)
-        written = max(used, draw(where))
+        written = max(used, draw(any_axis))
         return PartitionSpec(*[tuple(names) or None for names in split[:written]])
 
     return drawn()

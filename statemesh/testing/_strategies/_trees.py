@@ -14,9 +14,9 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._errors import check
-from .._types import AnyLeaf, DType, Fun, PyTree, tree_util
+from .._types import AnyLeaf, AnyMesh, DType, Fun, PyTree, tree_util
 from ._arrays import arrays
-from ._meshes import AnyMesh, Draw, Shape, check_mesh, specs, split_count
+from ._meshes import Draw, Shape, check_mesh, specs, split_count
 
 
 Reduce: TypeAlias = str | Fun | None

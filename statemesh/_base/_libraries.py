@@ -8,8 +8,8 @@ import sys
 import sysconfig
 
 
-# Code without a file: what decorators and imports generate.
-_GENERATED = ("<@", "<frozen", "<string>")
+# Code without a file: what decorators and imports generate. That of `python -c` has the name of the former.
+_GENERATED = ("<@", "<frozen") + (() if sys.argv[:1] == ["-c"] else ("<string>",))
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # They may stand where no package is installed, such as a checkout of JAX that PYTHONPATH names.
 _NEEDED = ("jax", "jaxlib", "numpy", "equinox", "hypothesis")
