@@ -114,7 +114,6 @@ def test_statistics_of_a_microbatch_are_the_same_on_every_mesh(
         np.testing.assert_allclose(var, kept + (1 - kept) * x.var(0), 1e-12)
 
 
-@pytest.mark.slow
 def test_statistics_of_layers_that_a_scan_stacks() -> None:
     """As many layers as channels, so that one may not be taken for the other."""
 

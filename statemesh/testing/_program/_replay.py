@@ -111,7 +111,7 @@ class Replay:
 
     def __call__(
         self, *arrays: Any, arithmetic: OwnDtypes | None = None
-    ) -> tuple[list[jax.Array], Differences]:
+    ) -> tuple[list[AnyLeaf], Differences]:
         """Run the program, with an arithmetic for this run only if there is one."""
         before, self.arithmetic = self.arithmetic, arithmetic or self.arithmetic
         frame = Frame(MappedAxes(), self.no_differences)

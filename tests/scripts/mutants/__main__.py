@@ -253,7 +253,9 @@ def main() -> None:
     if len(rows) < len(mutants):
         text += f"\n\n{len(mutants) - len(rows)} mutants have not been run."
     command = f"python -m tests.scripts.mutants --seed {options.seed} --count {options.count}"
-    TABLE.write_text(f"# Mutants\n\nMade by `{command}`.\n\n{text}\n")
+    described = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    TABLE.write_text(f"# Mutants\n\nOf commit {commit}, made by `{command}`.\n\n{text}\n")
     print(text)
 
 
