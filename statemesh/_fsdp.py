@@ -25,7 +25,7 @@ from ._base._errors import (
     typed_str,
 )
 from ._base._specs import PerShard, entry_of, is_spec, mentioned, written_axes
-from ._base._trees import describe, has_packed, is_packed, is_state, is_state_or_packed, path_str
+from ._base._trees import describe, has_packed, is_state, path_str, unpacked
 from ._base._types import (
     NO_AXES,
     AnyMesh,
@@ -344,7 +344,7 @@ def global_norm(tree: PyTree) -> Array:
 
         ```
     """
-    flat, _ = tree_util.tree_flatten_with_path(tree, is_leaf=is_state_or_packed)
+    flat, _ = tree_util.tree_flatten_with_path(unpacked(tree), is_leaf=is_state)
     bound = compat.bound_axis_names()
     meshes = frozenset(meshes_and_lanes(bound)[0]) - _of_lanes(bound)
     # Over these axes the type of an array says whether its shards differ.
@@ -352,21 +352,18 @@ def global_norm(tree: PyTree) -> Array:
     squares: dict[Axes, Array] = {}
     unsaid: list[str] = []
     for keys, unit in flat:
-        path = path_str(keys, "tree")
-        state = unit.unpack() if is_packed(unit) else unit
-        for part in tree_util.tree_leaves(state, is_leaf=is_state):
-            leaves = tree_util.tree_leaves(part)
-            specs = specs_of(part, path) if is_state(part) else [None] * len(leaves)
-            for x, spec in zip(leaves, specs, strict=True):
-                if not is_inexact(x):
-                    continue
-                names = _split_over(spec) & meshes
-                differs = compat.varying(x) & typed
-                if left := differs - names:
-                    unsaid.append(f"{path}: {describe(x)} differs over {quoted([*left])}")
-                wide = jnp.abs(jnp.asarray(x)).astype(jnp.promote_types(x.real.dtype, jnp.float32))
-                over = names - (typed - differs)
-                squares[over] = squares.get(over, 0) + jnp.square(wide).sum()
+        path, leaves = path_str(keys, "tree"), tree_util.tree_leaves(unit)
+        specs = specs_of(unit, path) if is_state(unit) else [None] * len(leaves)
+        for x, spec in zip(leaves, specs, strict=True):
+            if not is_inexact(x):
+                continue
+            names = _split_over(spec) & meshes
+            differs = compat.varying(x) & typed
+            if left := differs - names:
+                unsaid.append(f"{path}: {describe(x)} differs over {quoted([*left])}")
+            wide = jnp.abs(jnp.asarray(x)).astype(jnp.promote_types(x.real.dtype, jnp.float32))
+            over = names - (typed - differs)
+            squares[over] = squares.get(over, 0) + jnp.square(wide).sum()
     if unsaid:
         raise error_listing(
             StatemeshError,
