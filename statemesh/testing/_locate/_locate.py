@@ -74,10 +74,10 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
         ...     return x - mean
         >>> mesh = AbstractMesh((4,), ("data",))
         >>> centred = sm.shard_map(centred, mesh, in_specs=P("data"), out_specs=P("data"))
-        >>> found = locate(centred, jnp.arange(8.0))
-        >>> found.places[0].source
+        >>> located = locate(centred, jnp.arange(8.0))
+        >>> located.places[0].source
         'mean = x.mean(0)'
-        >>> found.places[0].note
+        >>> located.places[0].note
         "the mean over 'data' of what shards have is the value on one device"
 
         ```

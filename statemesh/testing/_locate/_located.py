@@ -29,8 +29,8 @@ class Place:
         ...     return x - mean
         >>> mesh = AbstractMesh((4,), ("data",))
         >>> centred = sm.shard_map(centred, mesh, in_specs=P("data"), out_specs=P("data"))
-        >>> found = locate(centred, jnp.arange(8.0))
-        >>> place = found.places[0]
+        >>> located = locate(centred, jnp.arange(8.0))
+        >>> place = located.places[0]
         >>> place.line, place.source
         (2, 'mean = x.mean(0)')
 
@@ -82,8 +82,8 @@ class Located:
         ...     return x - mean
         >>> mesh = AbstractMesh((4,), ("data",))
         >>> centred = sm.shard_map(centred, mesh, in_specs=P("data"), out_specs=P("data"))
-        >>> found = locate(centred, jnp.arange(8.0))
-        >>> found.matched, found.gradient, len(found.places)
+        >>> located = locate(centred, jnp.arange(8.0))
+        >>> located.matched, located.gradient, len(located.places)
         (True, False, 2)
 
         ```

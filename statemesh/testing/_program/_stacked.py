@@ -80,10 +80,10 @@ class MappedAxes:
 
     def ordered(self, x: ArrayLike, names: Sequence[Hashable], at: Sequence[int]) -> Stacked:
         """The value of an array whose axes `at` are the mesh axes `names`."""
-        found = dict(zip(names, at, strict=True))
+        position_of = dict(zip(names, at, strict=True))
         axes = self.in_order(names)
         return Stacked(
-            numpy_of(x).moveaxis(x, [found[name] for name in axes], range(len(axes))), axes
+            numpy_of(x).moveaxis(x, [position_of[name] for name in axes], range(len(axes))), axes
         )
 
     def flat(self, value: Stacked, names: Sequence[Hashable]) -> tuple[Any, Axes]:
