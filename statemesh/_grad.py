@@ -63,21 +63,20 @@ from ._base._types import (
     Size,
 )
 from ._call._arguments import inside_modules
-from ._call._axis_rules import AxisRules
 from ._call._lanes import Lanes
-from ._call._origins import (
+from ._call._mesh_and_specs import UNDECLARED
+from ._call._packed import members, shapes_of, with_models
+from ._call._per_shard import Leaving, Written, checked_state
+from ._call._rules import AxisRules, Mistakes, Varying
+from ._call._tracing import (
     Entered,
+    FromTypes,
     Skeleton,
     find_origins,
     has_same_leaves,
     taken_apart,
     values,
 )
-from ._call._packed import members, shapes_of, with_models
-from ._call._per_shard import Leaving, Written, checked_state
-from ._call._rules import Mistakes, Varying
-from ._call._specs import UNDECLARED
-from ._call._varying import FromTypes
 from ._jax import _compat as compat
 from ._jax import _explicit as explicit
 from ._jax import _jaxprs as jaxprs

@@ -28,11 +28,10 @@ from ._base._types import (
     Text,
 )
 from ._call._arguments import arity
-from ._call._axis_rules import POLICIES, bad_axis_size
 from ._call._lanes import AxesOfMap, Pairs, as_pairs, choose_axes, is_size
 from ._call._mapping import StatefulMapping
-from ._call._pmap2 import pmap2
-from ._call._vmap2 import vmap2
+from ._call._pmap2_and_vmap2 import pmap2, vmap2
+from ._call._rules import POLICIES, bad_axis_size
 from ._jax._compat import tree_util
 from ._jax._frames import without_own_frames
 from ._state._filters import Perhaps, first_matches, to_predicate

@@ -19,9 +19,8 @@ from ._agreement import Passed, array_passed, is_own
 from ._arguments import Call, Input, check_alive
 from ._lanes import Lanes, Mapped, OneShape, count_lanes, fits
 from ._layout import OnMesh
-from ._mesh import by_fields
-from ._specs import SpecPlacement
-from ._varying import FromDataflow, VaryingAxes
+from ._mesh_and_specs import SpecPlacement, by_fields
+from ._tracing import FromDataflow, VaryingAxes
 
 
 def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:

@@ -37,7 +37,7 @@ from .._jax._frames import without_own_frames
 from .._state._state import states_of
 from ._arguments import Call, Unit
 from ._call import Pipeline, watching
-from ._packing import Packing
+from ._packed import Packing
 from ._program import Program
 from ._write_back import Output, WriteBack
 

@@ -19,8 +19,8 @@ from .._state._state import states_of
 from .._state._values import strong
 from ._arguments import Input
 from ._layout import OnMesh, Run
-from ._specs import UNDECLARED, not_an_axis
-from ._varying import FromTypes, VaryingAxes
+from ._mesh_and_specs import UNDECLARED, not_an_axis
+from ._tracing import FromTypes, VaryingAxes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

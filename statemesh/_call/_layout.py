@@ -39,19 +39,21 @@ from ._agreement import (
 )
 from ._arguments import Input, check_alive, check_valued
 from ._memory import UNSHARED, copied, memory
-from ._mesh import check_mesh, check_specs, manual_names
-from ._specs import (
+from ._mesh_and_specs import (
     UNDECLARED,
     OfStates,
     SpecPlacement,
     broadcast_specs,
+    check_mesh,
+    check_specs,
     check_state_specs,
     choose_specs,
+    manual_names,
     own_placements,
     placement,
     specs_of_states,
 )
-from ._varying import FromDataflow, FromTypes, VaryingAxes
+from ._tracing import FromDataflow, FromTypes, VaryingAxes
 
 
 _is_deleted = methodcaller("is_deleted")

@@ -18,8 +18,7 @@ from ._arguments import Boxes
 from ._call import Pipeline
 from ._explain import explain_call
 from ._program import Lowered
-from ._rules import Declared
-from ._spec_rules import SpecRules
+from ._rules import Declared, SpecRules
 
 
 Others = ParamSpec("Others")

@@ -32,9 +32,16 @@ from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
 from ._arguments import Call, Input, inside_modules
 from ._layout import rank_item
-from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
-from ._rules import Declared, Diverged, Mistakes, Rules, Varying
-from ._varying import VaryingAxes
+from ._rules import Declared, Diverged, Mistakes, Rules, Varying, in_order
+from ._tracing import (
+    Entered,
+    VaryingAxes,
+    find_origins,
+    has_same_leaves,
+    leaves_of,
+    links_for,
+    values,
+)
 from ._write_back import Forwarded, Merged, Output, Static, WriteBack
 
 
@@ -255,7 +262,7 @@ class Instance:
                 "Hint: each shard holds a part of these parameters",
                 first_items(items),
                 "Make them whole before they are used, as parameters that fsdp has split are: "
-                f"`model = sm.gather(model, {axes_argument(self.rules.in_order(axes))!r})`.",
+                f"`model = sm.gather(model, {axes_argument(in_order(self.rules, axes))!r})`.",
             )
         met = [
             (state, unit.path, part, placement)
@@ -377,7 +384,7 @@ class Leaving:
         self._look_at_states(writing)
         over = [self._axes_to_merge(written) for written in writing]
         for written, axes_of_leaves in zip(writing, over, strict=True):
-            axes = self.rules.in_order(NO_AXES.union(*axes_of_leaves))
+            axes = in_order(self.rules, NO_AXES.union(*axes_of_leaves))
             reduce = written.state.reduce
             if axes and not (reduce is None and type(written.state).leave is State.leave):
                 policy = reduce if isinstance(reduce, str) else errors.policy_name(written.state)
@@ -406,7 +413,7 @@ class Leaving:
         return merged
 
     def _one_copy(self, x: Leaf, placement: Placement) -> Leaf:
-        same = self.rules.in_order(self.varying.same_over(x) - placement.axis_names)
+        same = in_order(self.rules, self.varying.same_over(x) - placement.axis_names)
         return one_copy(x, same) if same else x
 
     def _axes_to_merge(self, written: Written) -> list[tuple[AxisName, ...]]:
@@ -420,7 +427,7 @@ class Leaving:
         if not isinstance(written.state.reduce, str):
             union = NO_AXES.union(*axes)
             axes = [union - placement.axis_names for _, placement in pairs]
-        return list(map(self.rules.in_order, axes))
+        return [in_order(self.rules, names) for names in axes]
 
     def state(self, written: Written) -> State:
         """One written state on its way out, `Output`s and `Forwarded`s in place of its arrays."""
@@ -438,7 +445,7 @@ class Leaving:
                     Diverged(
                         written.path,
                         written.state,
-                        self.rules.in_order(still),
+                        in_order(self.rules, still),
                         placement.spec,
                         written.declared,
                         is_new,
@@ -471,7 +478,7 @@ class Leaving:
             return Forwarded(number)
         output = self._emit(x, placement, path)
         if still := self._mistaken(x, placement):
-            axes = self.rules.in_order(still)
+            axes = in_order(self.rules, still)
             self.mistakes.varying.append(Varying(path, x, axes, placement.spec))
         if in_module:
             self.outputs[output.index] = strong(self.outputs[output.index])

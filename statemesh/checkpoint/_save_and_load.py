@@ -23,9 +23,8 @@ from .._base._types import NUMBERS, Leaf, PyTree
 from .._call._agreement import check_same_arrays, is_own
 from .._call._arguments import inside_modules
 from .._call._layout import check_concrete, onto, shardings
-from .._call._mesh import check_mesh, not_a_mesh
+from .._call._mesh_and_specs import SpecPlacement, check_mesh, not_a_mesh, own_placements
 from .._call._packed import Packed, packed_placements, repack, shapes_of, with_models
-from .._call._specs import SpecPlacement, own_placements
 from .._jax._compat import concrete_context_mesh, tree_util
 from .._state._state import State
 from . import _files as files

@@ -57,7 +57,7 @@ CHANGES = (
     ),
     (
         "a spec swapped for another filter's",
-        "_call/_specs.py",
+        "_call/_mesh_and_specs.py",
         "entries[hit] for hit in hits",
         "entries[-1 - hit] for hit in hits",
     ),
