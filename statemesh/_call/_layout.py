@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import SpecError, counted, error_listing, mesh_str, quoted, spec_str
-from .._base._specs import Placement, canonical, only, spec_axes
+from .._base._specs import Placement, SpecPlacement, canonical, only, spec_axes
 from .._base._trees import describe, is_packed, is_state, is_state_or_packed, path_str
 from .._base._types import (
     NUMBERS,
@@ -42,7 +42,6 @@ from ._memory import UNSHARED, copied, memory
 from ._mesh_and_specs import (
     UNDECLARED,
     OfStates,
-    SpecPlacement,
     broadcast_specs,
     check_mesh,
     check_specs,

@@ -26,12 +26,12 @@ from .._base._errors import (
 from .._base._specs import (
     PerShard,
     Placement,
+    SpecPlacement,
     canonical,
     is_axis,
     is_spec,
     mentioned,
     spec_axes,
-    written_axes,
 )
 from .._base._trees import describe, is_state, path_str
 from .._base._types import (
@@ -414,39 +414,6 @@ def _one_level(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], PyTreeDef]:
     return tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SpecPlacement:
-    """Where one leaf lies on the mesh, and which array axis, if any, shards see it without.
-
-    **Attributes:**
-
-    - `written`: the spec as the user wrote it. One with more entries than an array has axes is a mistake,
-        whatever the entries.
-    - `axes`: the mesh axes that split each array axis, one entry for each of the spec's.
-    - `axis_names`: all of these: the axes over which the leaf's parts are kept apart.
-    """
-
-    spec: PartitionSpec = dataclasses.field(init=False)
-    written: PartitionSpec = dataclasses.field(compare=False)
-    axis: int | None = None
-    axes: tuple[tuple[AxisName, ...], ...] = dataclasses.field(init=False, compare=False)
-    axis_names: frozenset[AxisName] = dataclasses.field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", canonical(self.written))
-        object.__setattr__(self, "axes", written_axes(self.written))
-        object.__setattr__(self, "axis_names", mentioned(self.spec))
-
-    def take(self, shard: Leaf) -> Any:
-        """What the shard sees of its part."""
-        return shard if self.axis is None else jax.lax.squeeze(shard, (self.axis,))
-
-    def put(self, value: Leaf) -> Any:
-        """The part that a shard's value becomes."""
-        return value if self.axis is None else jax.lax.expand_dims(value, (self.axis,))
-
-
-Placements: TypeAlias = Sequence[SpecPlacement]
 REPLICATED = SpecPlacement(PartitionSpec())
 
 

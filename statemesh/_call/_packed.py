@@ -24,7 +24,7 @@ from .._base._errors import (
     sizes_str,
     spec_str,
 )
-from .._base._specs import Placement
+from .._base._specs import Placement, SpecPlacement
 from .._base._trees import (
     PackedNode,
     describe,
@@ -42,7 +42,7 @@ from .._state._state import ParamState, State
 from ._agreement import check_same_arrays
 from ._arguments import Call, Input, check_valued
 from ._layout import placed_states, shardings, traced_onto
-from ._mesh_and_specs import SpecPlacement, check_mesh, check_specs, manual_names, mesh_for_traced
+from ._mesh_and_specs import check_mesh, check_specs, manual_names, mesh_for_traced
 from ._per_shard import Instance
 from ._tracing import VaryingAxes
 from ._write_back import Forwarded, Output, WriteBack

@@ -32,8 +32,7 @@ from .._base._types import (
 )
 from ._arguments import Boxes
 from ._call import Pipeline, make_room
-from ._devices import Devices, as_shapes
-from ._lanes import Lanes, as_pairs
+from ._lanes import Devices, Lanes, as_pairs, as_shapes
 from ._mapping import Decorator, StatefulMapping, makes_mappings
 from ._rules import AxisRules, Declared
 

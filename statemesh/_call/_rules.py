@@ -26,7 +26,7 @@ from .._base._errors import (
     quoted,
     spec_str,
 )
-from .._base._specs import PerShard, Placement, is_spec, restricted
+from .._base._specs import PerShard, Placement, SpecPlacement, is_spec, restricted
 from .._base._trees import describe, is_state, path_str
 from .._base._types import (
     NUMBERS,
@@ -51,14 +51,21 @@ from .._jax._compat import tree_util
 from .._state._filters import to_predicate
 from .._state._state import State
 from ._arguments import Call, Input, Unit
-from ._devices import Devices, check_global_shapes
-from ._lanes import AxesOfMap, Lanes, Layout, choose_axes, fits, is_size
+from ._lanes import (
+    AxesOfMap,
+    Devices,
+    Lanes,
+    Layout,
+    check_global_shapes,
+    choose_axes,
+    fits,
+    is_size,
+)
 from ._layout import OnMesh
 from ._mesh_and_specs import (
     REPLICATED,
     UNDECLARED,
     OfStates,
-    SpecPlacement,
     broadcast_axes,
     broadcast_specs,
     by_fields,
