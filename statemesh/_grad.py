@@ -965,11 +965,11 @@ class _MicrobatchRules(AxisRules):
         unmerged = [
             write
             for write in mistakes.diverged
-            if write.state.reduce is None and type(write.state).leave is State.leave
+            if write.value.reduce is None and type(write.value).leave is State.leave
         ]
         arrays = mistakes.varying
         if unmerged or arrays:
-            items = [(write.path, write.state) for write in unmerged]
+            items = [(write.path, write.value) for write in unmerged]
             items += [(write.path, write.value) for write in arrays]
             remedies = {
                 "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
@@ -992,7 +992,7 @@ class _MicrobatchRules(AxisRules):
                 f"value_and_grad: policies that merge what the microbatches of {name} wrote gave values that "
                 "still differ between these",
                 [
-                    f"{write.path}: merged by {errors.policy_name(write.state)}"
+                    f"{write.path}: merged by {errors.policy_name(write.value)}"
                     for write in mistakes.diverged
                 ],
                 "A policy must return one value for all instances, as with jax.lax.psum(value, axis_names).",

@@ -158,17 +158,6 @@ def _sorted_in_braces(text: str) -> str:
     return re.sub(r"\{([^{}]*,[^{}]*)\}", in_order, text)
 
 
-def of_printed(value: object) -> bytes:
-    """The digest of the words with which a value and its type are printed.
-
-    Not of where objects lie in memory. And not of the order of words where a set may be printed: sets of
-    strings have another one in each process.
-    """
-    text = without_addresses(f"{type(value).__qualname__} {value!r}")
-    words = re.findall(r"\w+|[^\w\s]", text)
-    return digest("\n".join(sorted(words) if "{" in text else words).encode())
-
-
 Traced: TypeAlias = jax.stages.Traced
 
 _NO_MESH = AbstractMesh((), ())
@@ -182,7 +171,14 @@ def array_passed(path: str, x: Leaf) -> Passed:
 
 
 def static_passed(path: str, value: Leaf) -> Passed:
-    return path, value, of_printed(value)
+    """A static leaf, compared by the words with which it and its type are printed.
+
+    Where a set may be printed the order of the words does not count: sets of strings have another one in each
+    process.
+    """
+    text = without_addresses(f"{type(value).__qualname__} {value!r}")
+    words = re.findall(r"\w+|[^\w\s]", text)
+    return path, value, digest("\n".join(sorted(words) if "{" in text else words).encode())
 
 
 def structure_passed(treedef: PyTreeDef, paths: Sequence[str]) -> Passed:

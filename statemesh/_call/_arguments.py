@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from .._base import _errors as errors
-from .._base._checks import check_function, is_masked, is_shaped
+from .._base._checks import is_masked, is_shaped
 from .._base._errors import (
     BatchAxisError,
     SpecError,
@@ -359,48 +359,30 @@ class _Box:
         return repr(self.value)
 
 
-class Boxes:
-    """Puts static arguments into boxes, and opens them for the function.
+def boxed(fun: Fun, static: Sequence[int], args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """The arguments of a function, those at the `static` positions in boxes."""
+    if bad := [i for i in static if not -len(args) <= i < len(args)]:
+        raise bad_argnums("static_broadcasted_argnums", bad, len(args))
+    in_boxes = list(args)
+    for i in static:
+        try:
+            hash(args[i])
+        except TypeError:
+            path = positional_names(fun, len(args))[i]
+            raise BatchAxisError(
+                f"{fun_name(fun)}: {path} is {describe(args[i])} of type {type(args[i]).__name__}, "
+                "which cannot be hashed, but static_broadcasted_argnums names it. Each value of a "
+                "static argument has a compiled program of its own, found by its hash. Pass a value "
+                "that can be hashed; or, for an array that all lanes share, give None in in_axes "
+                "instead."
+            ) from None
+        in_boxes[i] = _Box(args[i])
+    return tuple(in_boxes)
 
-    **Arguments:**
 
-    - `fun`: the function.
-    - `static`: positions of the static arguments.
-    """
-
-    def __init__(self, fun: Fun, static: Sequence[int]) -> None:
-        self.fun = fun
-        self.static = static
-        check_function("pmap2", fun)
-
-        def opened(*args: PyTree, **kwargs: PyTree) -> Any:
-            return fun(*self.open(args), **kwargs)
-
-        self.opened: Fun = functools.update_wrapper(opened, fun)
-
-    def __call__(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """The arguments, the static ones in boxes."""
-        if bad := [i for i in self.static if not -len(args) <= i < len(args)]:
-            raise bad_argnums("static_broadcasted_argnums", bad, len(args))
-        boxed = list(args)
-        for i in self.static:
-            try:
-                hash(args[i])
-            except TypeError:
-                path = positional_names(self.fun, len(args))[i]
-                raise BatchAxisError(
-                    f"{fun_name(self.fun)}: {path} is {describe(args[i])} of type {type(args[i]).__name__}, "
-                    "which cannot be hashed, but static_broadcasted_argnums names it. Each value of a "
-                    "static argument has a compiled program of its own, found by its hash. Pass a value "
-                    "that can be hashed; or, for an array that all lanes share, give None in in_axes "
-                    "instead."
-                ) from None
-            boxed[i] = _Box(args[i])
-        return tuple(boxed)
-
-    def open(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """The arguments as they were."""
-        return tuple(x.value if isinstance(x, _Box) else x for x in args)
+def opened(args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    """The arguments as they were before some of them were put into boxes."""
+    return tuple(x.value if isinstance(x, _Box) else x for x in args)
 
 
 class Statics:

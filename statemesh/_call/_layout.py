@@ -323,9 +323,7 @@ class OnMesh:
         abstract = list(arrays)
         for k, (x, target) in enumerate(zip(arrays, self.targets, strict=True)):
             if target is not None:
-                of_numpy = isinstance(x, np.ndarray | np.generic)
-                dtype = jax.dtypes.canonicalize_dtype(x.dtype) if of_numpy else x.dtype
-                abstract[k] = jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=target)
+                abstract[k] = jax.ShapeDtypeStruct(np.shape(x), dtype_of(x), sharding=target)
         return abstract
 
     def count(self, arrays: Sequence[Leaf]) -> int | None:
@@ -363,6 +361,13 @@ class OnMesh:
     def own_parts(self, outputs: list[Leaf], placements: Sequence[Placement]) -> list[Leaf]:
         """The outputs as this process's callers get them."""
         return outputs
+
+
+def dtype_of(leaf: Leaf) -> Any:
+    """The dtype that a leaf has on a device."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
 
 
 def check_shapes(

@@ -327,7 +327,7 @@ class Entries:
     """
 
     is_entry: Callable[[object], bool]
-    not_one: Callable[[str, object], Exception]
+    not_an_entry: Callable[[str, object], Exception]
     error: type[Exception]
     head: str
     for_states: str
@@ -384,7 +384,7 @@ def _mismatches(
     if entries.is_entry(prefix):
         return
     if tree_util.all_leaves([prefix]):
-        raise entries.not_one(what, prefix)
+        raise entries.not_an_entry(what, prefix)
     if is_state(tree):
         yield f"{what} = {prefix!r} reaches into the State {root}; States are {entries.for_states}"
         return

@@ -30,9 +30,9 @@ from .._jax._compat import tree_util
 from .._jax._dataflow import sources
 from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
-from ._arguments import Call, Input, inside_modules
+from ._arguments import Call, Input, inside_modules, opened
 from ._layout import rank_item
-from ._rules import Declared, Diverged, Mistakes, Rules, Varying, in_order
+from ._rules import Declared, Mistakes, Rules, Varying, in_order
 from ._tracing import (
     Entered,
     VaryingAxes,
@@ -128,7 +128,7 @@ class Instance:
 
     def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.call.unit_def.unflatten(units)
-        return self.declared.fun(*args, **kwargs)
+        return self.declared.fun(*opened(args), **kwargs)
 
     def _leave(
         self,
@@ -399,11 +399,8 @@ class Leaving:
             for written, axes_of_leaves in zip(writing, over, strict=True)
         ]
 
-        def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
-            return _all_left(pairs, over)
-
         pairs = [(written.state, written.entered and written.entered.old) for written in writing]
-        states: list[State] = self.varying.run(leave_all, pairs)
+        states: list[State] = self.varying.run(functools.partial(_all_left, over), pairs)
         merged: list[Written] = []
         for written, state in zip(writing, states, strict=True):
             auxiliary = len(leaves_of(state)) - len(written.placements)
@@ -442,7 +439,7 @@ class Leaving:
             if elsewhere is None:
                 is_new = entered is None and isinstance(written.state, ParamState)
                 self.mistakes.diverged.append(
-                    Diverged(
+                    Varying(
                         written.path,
                         written.state,
                         in_order(self.rules, still),
@@ -534,14 +531,14 @@ class Leaving:
 
 
 def _all_left(
-    pairs: Sequence[tuple[State, State | None]], over: Sequence[Sequence[tuple[AxisName, ...]]]
+    over: Sequence[Sequence[tuple[AxisName, ...]]], *pairs: tuple[State, State | None]
 ) -> list[State]:
     """States as they leave, each leaf merged over its own axes. Named policies merge all of theirs together.
 
     **Arguments:**
 
-    - `pairs`: each state, and as it came in; `None` for one made inside.
     - `over`: for each state the axes over which each of its leaves is merged.
+    - `pairs`: each state, and as it came in; `None` for one made inside.
     """
     writes = {
         k: Write(
@@ -564,8 +561,8 @@ def _all_left(
 
 def _leave_of(kind: type[State], axis_names: tuple[AxisName, ...]) -> Callable[..., State]:
     """How states of a kind leave. Some merge microbatches in another way than shards."""
-    own_way = kind._of_microbatches is not State._of_microbatches
-    return kind._of_microbatches if own_way and axis_names == (MICROBATCHES,) else kind.leave
+    overrides = kind._of_microbatches is not State._of_microbatches
+    return kind._of_microbatches if overrides and axis_names == (MICROBATCHES,) else kind.leave
 
 
 def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:
@@ -583,12 +580,12 @@ def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]])
     return filled(first, leaves)
 
 
-def checked_state(made: object, state: State, method: str) -> State:
+def checked_state(returned: object, state: State, method: str) -> State:
     """The state that a kind's `enter` or `leave` returned; an error for anything else."""
-    if not isinstance(made, State):
+    if not isinstance(returned, State):
         name = f"{type(state).__name__}.{method}"
-        raise errors.method_returned(name, made, "a State", "return self.set(value)")
-    return made
+        raise errors.method_returned(name, returned, "a State", "return self.set(value)")
+    return returned
 
 
 def filled(state: State, leaves: list[Leaf]) -> State:

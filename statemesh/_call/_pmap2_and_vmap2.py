@@ -30,7 +30,6 @@ from .._base._types import (
     StateAxes,
     Text,
 )
-from ._arguments import Boxes
 from ._call import Pipeline, make_room
 from ._lanes import Devices, Lanes, as_pairs, as_shapes
 from ._mapping import Decorator, StatefulMapping, makes_mappings
@@ -56,7 +55,8 @@ def shared_pipeline(declared: Declared) -> Pipeline:
     if not isinstance(fun, types.FunctionType):
         return Pipeline(declared)
     try:
-        key = _key((fun.__code__, declared.name, declared.rules, declared.donate))
+        declarations = declared.name, declared.rules, declared.donate, declared.static
+        key = _key((fun.__code__, *declarations))
     except TypeError:
         return Pipeline(declared)
     alike = _pipelines.setdefault(fun, {})
@@ -213,12 +213,8 @@ def pmap2(
     )
 
     def decorate(fn: Fun) -> StatefulMapping:
-        boxes = Boxes(fn, static) if static else None
-        fun = fn if boxes is None else boxes.opened
-        declared = Declared("pmap2", fun, fun_name(fn), rules, donated or "none")
-        # What is static is opened by a function of this mapping's own.
-        pipeline = shared_pipeline(declared) if boxes is None else None
-        return StatefulMapping(declared, pipeline, boxes=boxes)
+        declared = Declared("pmap2", fn, fun_name(fn), rules, donated or "none", static=static)
+        return StatefulMapping(declared, shared_pipeline(declared))
 
     return decorate if fn is MISSING else decorate(fn)
 

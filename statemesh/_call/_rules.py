@@ -89,38 +89,34 @@ from ._tracing import Entered, values
 
 @dataclasses.dataclass(frozen=True)
 class Varying:
-    """A returned array that varies over `axis_names`, which `spec` does not mention."""
+    """A returned array, or a written state, that varies over `axis_names`, which `spec` does not mention.
+
+    **Attributes:**
+
+    - `declared`: for a state the spec or axis that `state_out_specs` or `state_out_axes` declares.
+    - `is_new_parameter`: whether it is a parameter that continues none of the arguments, as `gather` makes
+        them.
+    """
 
     path: str
     value: Any
     axis_names: tuple[AxisName, ...]
     spec: PartitionSpec | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Diverged:
-    """A written state that still varies over `axis_names`, which `spec` does not mention."""
-
-    path: str
-    state: Any
-    axis_names: tuple[AxisName, ...]
-    spec: PartitionSpec | None
-    # The spec or axis that `state_out_specs` or `state_out_axes` declares for it.
-    declared: Any
-    # Whether it is a parameter that continues none of the arguments, as `gather` makes them.
+    declared: Any = None
     is_new_parameter: bool = False
 
     @property
     def item(self) -> str:
         axes = quoted(self.axis_names)
-        return f"{self.path}: {describe(self.state)} varies over {axes} but leaves with {spec_str(self.spec)}"
+        return f"{self.path}: {describe(self.value)} varies over {axes} but leaves with {spec_str(self.spec)}"
 
 
 @dataclasses.dataclass(slots=True)
 class Mistakes:
     """Every mistake found in a result, and which states were stacked without being declared."""
 
-    diverged: list[Diverged] = dataclasses.field(default_factory=list)
+    # Written states, and arrays outside States.
+    diverged: list[Varying] = dataclasses.field(default_factory=list)
     varying: list[Varying] = dataclasses.field(default_factory=list)
     # What is said of arrays that have fewer axes than their specs have entries.
     rank: list[str] = dataclasses.field(default_factory=list)
@@ -288,7 +284,7 @@ class SpecRules:
             mesh = mesh_of_arrays(mesh, leaves)
         return mesh
 
-    def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "SpecRules"]:
+    def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "Rules"]:
         """A record of each input, where the program runs, and the rules by which results leave."""
         mesh, names = self.mesh, self.names
         assert mesh is not None
@@ -464,8 +460,8 @@ def _inferred(
     return tuple(jax.tree.map(spec_of, arg, is_leaf=is_state) for arg in args)
 
 
-def _diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
-    if merged := [write for write in bad if write.state.needs_old]:
+def _diverged(name: str, bad: Sequence[Varying]) -> DivergedStateError:
+    if merged := [write for write in bad if write.value.needs_old]:
         return _policies_diverged(name, merged)
     axes = bad[0].axis_names
     names = quoted(axes)
@@ -486,11 +482,11 @@ def _diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
     )
 
 
-def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
+def _policies_diverged(name: str, bad: Sequence[Varying]) -> DivergedStateError:
     """States whose policy has merged the writes, and gave a value that still differs."""
     items, advice = [], []
     for write in bad:
-        if write.state.reduce == "sum":
+        if write.value.reduce == "sum":
             axes = quoted(write.axis_names)
             items.append(
                 f"{write.item}: reduce='sum' adds the increments to the old value, which entered "
@@ -501,7 +497,7 @@ def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError
                 "reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)"
             )
         else:
-            policy, axis = policy_name(write.state), axes_argument(write.axis_names)
+            policy, axis = policy_name(write.value), axes_argument(write.axis_names)
             items.append(
                 f"{write.item}: {policy} returned it, but must return the same value on every shard"
             )
@@ -628,7 +624,7 @@ class AxisRules:
         """The placement of an array of so many axes that has its lanes on this one."""
         return self.carrier.placement(self.axis_name, axis, ndim)
 
-    def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "AxisRules"]:
+    def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "Rules"]:
         entering, replicated = self._axes(name, call)
         leaves = call.leaves
         mapped = [(unit.path, axis, leaves[p]) for unit, p, axis, _ in entering if axis is not None]
@@ -670,8 +666,9 @@ class AxisRules:
                         (entry_name, entry, unit.path, node)
                     )
                 for k, position in enumerate(unit.positions):
-                    own_axis = axis if k < len(values(node)) else None
-                    entering.append((unit, position, own_axis, placed_by))
+                    # What a kind adds to the value has no lane axis.
+                    of_leaf = axis if k < len(values(node)) else None
+                    entering.append((unit, position, of_leaf, placed_by))
             elif unit.shaped or (unit.number and not unit.in_module and entry is not None):
                 entering.append((unit, unit.positions[0], entry, entry_name))
                 if entry is not None:
@@ -730,8 +727,8 @@ class AxisRules:
         into = [] if entered is None else [placement.axis for placement in entered.placements]
         if entered is None or all(axis is None for axis in into):
             # One key serves all lanes, however many: it never has a lane axis.
-            one_key = entered is not None and state.always_replicated and is_single(state)
-            axis = None if declared is UNDECLARED or one_key else declared
+            is_key = entered is not None and state.always_replicated and is_single(state)
+            axis = None if declared is UNDECLARED or is_key else declared
             return [self._checked(axis, x, path, mistakes) for x in leaves]
         if len(leaves) > len(into):
             return [self._checked(into[0], x, path, mistakes) for x in leaves]
@@ -823,11 +820,11 @@ class AxisRules:
         return self.placement(axis, ndim)
 
 
-def _lanes_diverged(name: str, bad: Sequence[Diverged], declared_none: bool) -> BatchAxisError:
+def _lanes_diverged(name: str, bad: Sequence[Varying], declared_none: bool) -> BatchAxisError:
     axis = bad[0].axis_names[0]
-    if merged := [write for write in bad if write.state.needs_old]:
+    if merged := [write for write in bad if write.value.needs_old]:
         return _lane_policies_diverged(name, merged, axis)
-    items = [f"{write.path}: {describe(write.state)}" for write in bad]
+    items = [f"{write.path}: {describe(write.value)}" for write in bad]
     if declared_none:
         head = "states that state_out_axes declares to be the same in all (axis None)"
         advice = (
@@ -852,17 +849,17 @@ def _lanes_diverged(name: str, bad: Sequence[Diverged], declared_none: bool) -> 
     )
 
 
-def _lane_policies_diverged(name: str, bad: Sequence[Diverged], axis: AxisName) -> BatchAxisError:
+def _lane_policies_diverged(name: str, bad: Sequence[Varying], axis: AxisName) -> BatchAxisError:
     """States whose policy has merged the writes, and gave a value that still differs."""
     shown = "without a name" if axis in (UNNAMED, UNNAMED_DEVICES) else repr(axis)
-    policies = [policy_name(write.state) for write in bad]
+    policies = [policy_name(write.value) for write in bad]
     return error_listing(
         BatchAxisError,
         f"{name}: the policies of these states gave values that differ between lanes ({shown}), but one copy "
         "is kept",
         first_items(
             [
-                f"{write.path}: {describe(write.state)}: {policy} returned it, but must return the same "
+                f"{write.path}: {describe(write.value)}: {policy} returned it, but must return the same "
                 "value in every lane"
                 for write, policy in zip(bad, policies, strict=True)
             ]
@@ -910,6 +907,7 @@ class Declared:
     - `transform`: what the author wrote: `shard_map`, `pmap2`, `vmap2`.
     - `rules`: where arguments and results go.
     - `donate`: whose memory is given up: a word, or the positions of arguments.
+    - `static`: the positions of arguments that come in boxes, and are constants of the program.
     """
 
     transform: str
@@ -918,6 +916,7 @@ class Declared:
     rules: Rules
     donate: Any = "none"
     jit: bool = True
+    static: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse whatever no call could make right."""

@@ -190,12 +190,15 @@ class CompiledText:
 
     def parameters(self) -> list[tuple[str, int]]:
         """The name and the bytes of each argument of the program, in its order."""
-        numbered = [
-            (int(line["rest"].partition(")")[0]), self.source(line)[0], _bytes(line["result"]))
+        lines = {
+            int(line["rest"].partition(")")[0]): line
             for line in self.computations.get(self.entry, [])
             if line["opcode"] == "parameter"
+        }
+        return [
+            (self.source(line)[0], sum(part.bytes for part in parts_of(line["result"])))
+            for _, line in sorted(lines.items())
         ]
-        return [(name, size) for _, name, size in sorted(numbered)]
 
     def results(self) -> list[int]:
         """The bytes of each result of the program."""
@@ -292,10 +295,6 @@ def parts_of(result: str) -> list[Part]:
         Part(dtype, shape := tuple(map(int, re.findall(r"\d+", dims))), bytes_of(dtype, shape))
         for dtype, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", result))
     ]
-
-
-def _bytes(result: str) -> int:
-    return sum(part.bytes for part in parts_of(result))
 
 
 def bytes_of(dtype: str, shape: Sequence[int]) -> int:
