@@ -80,7 +80,7 @@ def new_states(before: PyTree, after: PyTree, filter: Filter = ...) -> dict[str,
         ```
     """
     before, after = unpacked(before), unpacked(after)
-    (matched,) = first_matches([filter], [("after", after)], "filter")
+    matched = first_matches([filter], [("after", after)], "filter")
     chosen = {path for path, hit in zip(_by_path(after), matched, strict=True) if hit is not None}
     created = _created(before, after)
     return {path_str(path): state for path, state in created.items() if path in chosen}

@@ -120,8 +120,7 @@ def choose_axes(
     """The axis declared for each state of the roots, in order; `UNDECLARED` where none is."""
     if not pairs:
         return [UNDECLARED for _, tree in roots for _ in states_of(tree)]
-    filters = [filter for filter, _ in pairs]
-    hits = [hit for tree in first_matches(filters, roots, what) for hit in tree]
+    hits = first_matches([filter for filter, _ in pairs], roots, what)
     return [UNDECLARED if hit is None else pairs[hit][1] for hit in hits]
 
 

@@ -48,7 +48,7 @@ from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._filters import OfType, first_matches, to_predicate
-from .._state._state import State, always_replicated
+from .._state._state import State, always_replicated, states_of
 
 
 _MAKE_ONE = "Make one with `jax.make_mesh((jax.device_count(),), ('x',))`."
@@ -494,11 +494,9 @@ def choices(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str
     """The same, with the entry that each spec is from."""
     if isinstance(state_specs, Mapping):
         entries = [(spec, f"{what}[{filter_str(f)}]") for f, spec in state_specs.items()]
-        matches = first_matches([*state_specs], roots, what)
-        hits = [hit for of_root in matches for hit in of_root]
+        hits = first_matches([*state_specs], roots, what)
         return [UNMENTIONED if hit is None else entries[hit] for hit in hits]
-    nodes = jax.tree_util.tree_leaves([tree for _, tree in roots], is_leaf=is_state)
-    states = [node for node in nodes if is_state(node)]
+    states = states_of([tree for _, tree in roots])
     # One spec for all states means arrays that can be sharded, not keys.
     bare = UNMENTIONED if state_specs is None else (state_specs, what)
     return [UNMENTIONED if state.always_replicated else bare for state in states]

@@ -37,8 +37,7 @@ def partition(tree: PyTree, *filters: Filter) -> tuple[Leaf, ...]:
     """
     filters = filters or (...,)
     tree = unpacked(tree)
-    (matches,) = first_matches(filters, [("tree", tree)], "partition")
-    numbers = iter(matches)
+    numbers = iter(first_matches(filters, [("tree", tree)], "partition"))
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=_is_unit)
     # The number of the part that each leaf goes to; `None` for the rest.
     parts = [next(numbers) if is_state(leaf) else None for leaf in leaves]
@@ -122,7 +121,7 @@ def states(tree: PyTree, filter: Filter = ...) -> dict[str, State]:
         ```
     """
     tree = unpacked(tree)
-    (matches,) = first_matches((filter,), [("tree", tree)], "states")
+    matches = first_matches((filter,), [("tree", tree)], "states")
     flat = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
     listed = [(path_str(path), leaf) for path, leaf in flat if is_state(leaf)]
     return {path: x for (path, x), match in zip(listed, matches, strict=True) if match is not None}

@@ -64,8 +64,8 @@ CHANGES = (
     (
         "the last filter wins",
         "_state/_filters.py",
-        "first.append(hits[0] if hits else None)",
-        "first.append(hits[-1] if hits else None)",
+        "matches.append(hits[0] if hits else None)",
+        "matches.append(hits[-1] if hits else None)",
     ),
     (
         "a written state forgotten",
