@@ -743,13 +743,7 @@ class AxisRules:
                 placements[k] = self._checked(into[k], x, path, mistakes)
         return placements
 
-    def check_entries(
-        self,
-        name: str,
-        flat: Sequence[tuple[KeyPath, Any]],
-        entries: Sequence[Leaf],
-        placements: Sequence[Sequence[Placement] | None],
-    ) -> None:
+    def check_entries(self, *_: Any) -> None:
         """An axis that stands for States alone is no mistake: the default axis of every result is 0."""
 
     def auxiliary(self) -> Placement:
