@@ -4,7 +4,7 @@ import dataclasses
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 
@@ -95,22 +95,35 @@ def _key(value: Leaf) -> Hashable:
     raise TypeError(value)
 
 
+class _LaneOptions(TypedDict, total=False):
+    """What `pmap2` and `vmap2` take by name, for type checkers."""
+
+    in_axes: AxisTree
+    out_axes: AxisTree
+    axis_size: Size | None
+    state_in_axes: StateAxes
+    state_out_axes: StateAxes
+    unexpected_out_state_mapping: str
+
+
+class _Pmap2Options(_LaneOptions, total=False):
+    static_broadcasted_argnums: Positions
+    devices: DeviceList | None
+    backend: Text
+    donate_argnums: Positions
+    global_arg_shapes: Any
+
+
+class _Vmap2Options(_LaneOptions, total=False):
+    axis_name: LaneName | None
+    spmd_axis_name: SeveralAxes
+
+
 @overload
 def pmap2(
     fn: Callable[Params, Result],
     axis_name: LaneName | None = ...,
-    *,
-    in_axes: AxisTree = ...,
-    out_axes: AxisTree = ...,
-    static_broadcasted_argnums: Positions = ...,
-    devices: DeviceList | None = ...,
-    backend: Text = ...,
-    axis_size: Size | None = ...,
-    donate_argnums: Positions = ...,
-    global_arg_shapes: Any = ...,
-    state_in_axes: StateAxes = ...,
-    state_out_axes: StateAxes = ...,
-    unexpected_out_state_mapping: str = ...,
+    **options: Unpack[_Pmap2Options],
 ) -> StatefulMapping[Params, Result]: ...
 
 
@@ -118,18 +131,7 @@ def pmap2(
 def pmap2(
     fn: Missing = ...,
     axis_name: LaneName | None = ...,
-    *,
-    in_axes: AxisTree = ...,
-    out_axes: AxisTree = ...,
-    static_broadcasted_argnums: Positions = ...,
-    devices: DeviceList | None = ...,
-    backend: Text = ...,
-    axis_size: Size | None = ...,
-    donate_argnums: Positions = ...,
-    global_arg_shapes: Any = ...,
-    state_in_axes: StateAxes = ...,
-    state_out_axes: StateAxes = ...,
-    unexpected_out_state_mapping: str = ...,
+    **options: Unpack[_Pmap2Options],
 ) -> Decorator: ...
 
 
@@ -221,32 +223,12 @@ def pmap2(
 
 @overload
 def vmap2(
-    fn: Callable[Params, Result],
-    *,
-    in_axes: AxisTree = ...,
-    out_axes: AxisTree = ...,
-    axis_name: LaneName | None = ...,
-    axis_size: Size | None = ...,
-    spmd_axis_name: SeveralAxes = ...,
-    state_in_axes: StateAxes = ...,
-    state_out_axes: StateAxes = ...,
-    unexpected_out_state_mapping: str = ...,
+    fn: Callable[Params, Result], **options: Unpack[_Vmap2Options]
 ) -> StatefulMapping[Params, Result]: ...
 
 
 @overload
-def vmap2(
-    fn: Missing = ...,
-    *,
-    in_axes: AxisTree = ...,
-    out_axes: AxisTree = ...,
-    axis_name: LaneName | None = ...,
-    axis_size: Size | None = ...,
-    spmd_axis_name: SeveralAxes = ...,
-    state_in_axes: StateAxes = ...,
-    state_out_axes: StateAxes = ...,
-    unexpected_out_state_mapping: str = ...,
-) -> Decorator: ...
+def vmap2(fn: Missing = ..., **options: Unpack[_Vmap2Options]) -> Decorator: ...
 
 
 @makes_mappings
