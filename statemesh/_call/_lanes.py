@@ -73,7 +73,24 @@ def count_lanes(name: str, mapped: Mapped, axis_size: int | None) -> int | None:
     if axis_size is not None:
         sizes.add(axis_size)
     if len(sizes) > 1:
-        raise _lanes_disagree(name, mapped, axis_size)
+        by_size: dict[int, list[str]] = {}
+        for path, axis, x in mapped:
+            size = np.shape(x)[axis]
+            by_size.setdefault(size, []).append(f"{path}: {describe(x)} has {size} on axis {axis}")
+        items: list[str] = []
+        for lines in by_size.values():
+            # A model has many arrays that agree.
+            items += lines[:3]
+            if lines[3:]:
+                items.append(f"and {len(lines) - 3} more like it")
+        if axis_size is not None:
+            items.append(f"axis_size={axis_size}")
+        raise error_listing(
+            BatchAxisError,
+            f"{name}: the number of lanes is not clear",
+            items,
+            "All mapped axes must have one size; give None as the axis of what all lanes share.",
+        )
     return next(iter(sizes), None)
 
 
@@ -277,23 +294,6 @@ class OnLanes(OneShape):
     def own_parts(self, outputs: list[Leaf], placements: Sequence[Placement]) -> list[Leaf]:
         """The outputs: there are no other processes."""
         return outputs
-
-
-def _lanes_disagree(name: str, mapped: Mapped, axis_size: int | None) -> BatchAxisError:
-    by_size: dict[int, list[str]] = {}
-    for path, axis, x in mapped:
-        size = np.shape(x)[axis]
-        by_size.setdefault(size, []).append(f"{path}: {describe(x)} has {size} on axis {axis}")
-    items: list[str] = []
-    for lines in by_size.values():
-        # A model has many arrays that agree.
-        items += lines[:3]
-        if lines[3:]:
-            items.append(f"and {len(lines) - 3} more like it")
-    if axis_size is not None:
-        items.append(f"axis_size={axis_size}")
-    advice = "All mapped axes must have one size; give None as the axis of what all lanes share."
-    return error_listing(BatchAxisError, f"{name}: the number of lanes is not clear", items, advice)
 
 
 @dataclasses.dataclass(frozen=True)

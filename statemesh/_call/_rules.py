@@ -204,10 +204,8 @@ class SpecRules:
         mesh = self.mesh
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             raise not_a_mesh(mesh)
-        for what in ("in_specs", "out_specs"):
-            specs = getattr(self, what)
-            flat = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
-            for path, spec in [] if specs is compat.INFER else flat:
+        for what, specs in self._array_specs():
+            for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
                 if isinstance(spec, PerShard):
                     axes = spec_str(PartitionSpec(*spec.axis_names))
                     raise SpecError(
@@ -221,11 +219,13 @@ class SpecRules:
         if mesh is not None and not mesh.empty:
             self.check_specs(mesh, manual_names(mesh, self.axis_names))
 
+    def _array_specs(self) -> list[tuple[str, SpecTree]]:
+        named = [("in_specs", self.in_specs), ("out_specs", self.out_specs)]
+        return [(what, specs) for what, specs in named if specs is not compat.INFER]
+
     def check_specs(self, mesh: Mesh | AbstractMesh, names: Sequence[AxisName]) -> None:
         """Refuse specs that do not fit the mesh."""
-        named = [("out_specs", self.out_specs)]
-        if self.in_specs is not compat.INFER:
-            named.insert(0, ("in_specs", self.in_specs))
+        named = self._array_specs()
         for what in ("state_in_specs", "state_out_specs"):
             specs = getattr(self, what)
             if isinstance(specs, Mapping):
@@ -239,7 +239,15 @@ class SpecRules:
 
     def for_call(self, call: Call, traced: bool) -> "SpecRules":
         """The rules of this call."""
-        mesh = self._mesh(call.leaves, traced)
+        if self.one_device:
+            mesh: Mesh | AbstractMesh = one_device_mesh(self.mesh, traced)
+        else:
+            recorded = traced and compat.under_jit()
+            mesh = resolve_mesh(self.mesh, self.axis_names, recorded)
+            # Inside another mapped call the mesh has no devices, and needs none.
+            needs_devices = not (self.only_shapes or recorded or compat.manual_axes(mesh))
+            if isinstance(mesh, AbstractMesh) and needs_devices:
+                mesh = mesh_of_arrays(mesh, call.leaves)
         if traced:
             mesh = mesh_for_traced(mesh, call.leaves)
         names = manual_names(mesh, self.axis_names)
@@ -272,17 +280,6 @@ class SpecRules:
     def on_one_device(self) -> "SpecRules":
         """The rules of the same calls on one device."""
         return dataclasses.replace(self, one_device=True)
-
-    def _mesh(self, leaves: Sequence[Leaf], traced: bool) -> Mesh | AbstractMesh:
-        if self.one_device:
-            return one_device_mesh(self.mesh, traced)
-        recorded = traced and compat.under_jit()
-        mesh = resolve_mesh(self.mesh, self.axis_names, recorded)
-        # Inside another mapped call the mesh has no devices, and needs none.
-        needs_devices = not (self.only_shapes or recorded or compat.manual_axes(mesh))
-        if isinstance(mesh, AbstractMesh) and needs_devices:
-            mesh = mesh_of_arrays(mesh, leaves)
-        return mesh
 
     def resolve(self, name: str, call: Call) -> tuple[list[Input], Layout, "Rules"]:
         """A record of each input, where the program runs, and the rules by which results leave."""
@@ -408,8 +405,28 @@ class SpecRules:
 
     def refuse(self, name: str, mistakes: Mistakes) -> None:
         """Raise the error for the mistakes, if there are any."""
-        if mistakes.diverged:
-            raise _diverged(name, mistakes.diverged)
+        if merged := [write for write in mistakes.diverged if write.value.needs_old]:
+            raise _policies_diverged(name, merged)
+        if diverged := mistakes.diverged:
+            axes = diverged[0].axis_names
+            names = quoted(axes)
+            scatter = (
+                "\nA parameter that `gather` made whole goes back to its parts, in its own dtype: return "
+                "`sm.scatter(whole, model)`."
+            )
+            raise error_listing(
+                DivergedStateError,
+                f"{name}: shards wrote different values to states that keep one copy",
+                first_items([f"{write.item}, which keeps one copy" for write in diverged]),
+                "Mend it in one of three ways:\n"
+                f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axes_argument(axes)!r}));\n"
+                "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', "
+                "or a function;\n"
+                f"  3. keep one value per shard: State(value, spec=sm.PerShard({names})), or a spec that "
+                f"names {names}, as in state_out_specs."
+                + scatter
+                * any(write.is_new_parameter for write in diverged),
+            )
         if mistakes.rank:
             raise error_listing(
                 SpecError,
@@ -458,28 +475,6 @@ def _inferred(
         return restricted(explicit.type_of(x).sharding.spec, wanted)
 
     return tuple(jax.tree.map(spec_of, arg, is_leaf=is_state) for arg in args)
-
-
-def _diverged(name: str, bad: Sequence[Varying]) -> DivergedStateError:
-    if merged := [write for write in bad if write.value.needs_old]:
-        return _policies_diverged(name, merged)
-    axes = bad[0].axis_names
-    names = quoted(axes)
-    scatter = (
-        "\nA parameter that `gather` made whole goes back to its parts, in its own dtype: return "
-        "`sm.scatter(whole, model)`."
-    )
-    return error_listing(
-        DivergedStateError,
-        f"{name}: shards wrote different values to states that keep one copy",
-        first_items([f"{write.item}, which keeps one copy" for write in bad]),
-        "Mend it in one of three ways:\n"
-        f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axes_argument(axes)!r}));\n"
-        "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
-        "function;\n"
-        f"  3. keep one value per shard: State(value, spec=sm.PerShard({names})), or a spec that names "
-        f"{names}, as in state_out_specs." + scatter * any(write.is_new_parameter for write in bad),
-    )
 
 
 def _policies_diverged(name: str, bad: Sequence[Varying]) -> DivergedStateError:
@@ -777,14 +772,38 @@ class AxisRules:
                 "A state leaves on the axis that state_in_axes gives it: leave it out of state_out_axes, or "
                 "give it the same axis there.",
             )
-        if mistakes.diverged:
-            to_none = [
-                write
-                for write in mistakes.diverged
-                if write.declared is None
-                or (write.declared is UNDECLARED and write.path in self.replicated)
-            ]
-            raise _lanes_diverged(name, to_none or mistakes.diverged, bool(to_none))
+        to_none = [
+            write
+            for write in mistakes.diverged
+            if write.declared is None
+            or (write.declared is UNDECLARED and write.path in self.replicated)
+        ]
+        diverged = to_none or mistakes.diverged
+        if merged := [write for write in diverged if write.value.needs_old]:
+            raise _lane_policies_diverged(name, merged, self.axis_name)
+        if diverged:
+            if to_none:
+                head = "states that state_out_axes declares to be the same in all (axis None)"
+                advice = (
+                    f"Reduce the value, as with {self._pmean}; or declare how writes are merged, "
+                    "State(value, reduce='mean'); or give the states an axis: state_out_axes={0: filter}. A "
+                    "NonBatchState cannot have an axis: use another kind of state."
+                )
+            else:
+                head = "states without a declared axis"
+                advice = (
+                    "Mend it in one of three ways:\n"
+                    f"  1. keep one value per lane: {_AXIS_ON_BOTH_SIDES};\n"
+                    "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', "
+                    "'min', or a function;\n"
+                    f"  3. reduce the value before it is set, as with {self._pmean}."
+                )
+            raise error_listing(
+                BatchAxisError,
+                f"{name}: lanes wrote different values to {head}",
+                first_items([f"{write.path}: {describe(write.value)}" for write in diverged]),
+                advice,
+            )
         if mistakes.varying:
             raise error_listing(
                 BatchAxisError,
@@ -793,8 +812,7 @@ class AxisRules:
                     f"{write.path}: {describe(write.value)} differs between lanes"
                     for write in mistakes.varying
                 ],
-                f"Reduce it, as with {_pmean('value', mistakes.varying[0].axis_names[0])}, or give it an "
-                "axis: out_axes=0.",
+                f"Reduce it, as with {self._pmean}, or give it an axis: out_axes=0.",
             )
         if mistakes.stacked and self.unexpected == "warn":
             text = listed(
@@ -805,6 +823,13 @@ class AxisRules:
             )
             warnings.warn(text, stacklevel=2)
 
+    @property
+    def _pmean(self) -> str:
+        """Code that reduces a value over the lanes; if they have no name, it gives them one."""
+        if self.axis_name in (UNNAMED, UNNAMED_DEVICES):
+            return "jax.lax.pmean(value, 'lanes') with axis_name='lanes'"
+        return f"jax.lax.pmean(value, {self.axis_name!r})"
+
     def _checked(self, axis: int | None, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
         """The placement with the lanes on this axis; a mistake where the array has no such axis."""
         ndim = np.ndim(x) + 1
@@ -812,35 +837,6 @@ class AxisRules:
             mistakes.axes.append((path, axis, x))
             axis = None
         return self.placement(axis, ndim)
-
-
-def _lanes_diverged(name: str, bad: Sequence[Varying], declared_none: bool) -> BatchAxisError:
-    axis = bad[0].axis_names[0]
-    if merged := [write for write in bad if write.value.needs_old]:
-        return _lane_policies_diverged(name, merged, axis)
-    items = [f"{write.path}: {describe(write.value)}" for write in bad]
-    if declared_none:
-        head = "states that state_out_axes declares to be the same in all (axis None)"
-        advice = (
-            f"Reduce the value, as with {_pmean('value', axis)}; or declare how writes are merged, "
-            "State(value, reduce='mean'); or give the states an axis: state_out_axes={0: filter}. A "
-            "NonBatchState cannot have an axis: use another kind of state."
-        )
-    else:
-        head = "states without a declared axis"
-        advice = (
-            "Mend it in one of three ways:\n"
-            f"  1. keep one value per lane: {_AXIS_ON_BOTH_SIDES};\n"
-            "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
-            "function;\n"
-            f"  3. reduce the value before it is set, as with {_pmean('value', axis)}."
-        )
-    return error_listing(
-        BatchAxisError,
-        f"{name}: lanes wrote different values to {head}",
-        first_items(items),
-        advice,
-    )
 
 
 def _lane_policies_diverged(name: str, bad: Sequence[Varying], axis: AxisName) -> BatchAxisError:
@@ -867,13 +863,6 @@ def _lane_policies_diverged(name: str, bad: Sequence[Varying], axis: AxisName) -
             f"Or keep one value per lane: {_AXIS_ON_BOTH_SIDES}.",
         ),
     )
-
-
-def _pmean(value: str, axis: AxisName) -> str:
-    """Code that reduces over lanes; if they have no name, it gives them one."""
-    if axis in (UNNAMED, UNNAMED_DEVICES):
-        return f"jax.lax.pmean({value}, 'lanes') with axis_name='lanes'"
-    return f"jax.lax.pmean({value}, {axis!r})"
 
 
 def bad_axis_size(what: str, size: object) -> StatemeshError:

@@ -109,25 +109,45 @@ def trace(
     - `links`: for the states that the function is given, where it matters which of them its results continue.
     """
     inside, arguments = taken_apart(operands)
-    results: list[tuple[Skeleton, list[tuple[range, bool | None]]]] = []
+    skeletons: list[Skeleton] = []
+    # For each state of the result its arrays, and whether JAX has made it, not the user; `None` for one
+    # without links.
+    returned: list[tuple[range, bool | None]] = []
 
     def traced(*arrays: Array) -> list[Array]:
         with nullcontext() if links is None else links.linking():
             result = fun(*inside.filled(arrays))
         skeleton, outputs = taken_apart(result)
-        states = _states_and_arrays(result)
-        results[:] = [(skeleton, [(at, _rebuilt(state, links)) for state, at in states])]
+        skeletons[:] = [skeleton]
+        followed = frozenset() if links is None else links.followed
+        returned[:] = [
+            (at, state._meta.token is not None if (type(state), state._meta) in followed else None)
+            for state, at in _states_and_arrays(result)
+        ]
         return outputs
 
     bound: list[compat.FollowedAxes | compat.FollowedStates] = [] if mark is None else [mark]
     if links is not None:
         bound.append(compat.FollowedStates())
     closed = compat.trace_marked(traced, arguments, bound)
-    ((skeleton, returned),) = results
-    if links is not None and None in skeleton.marks:
-        marks = _recovered(closed, skeleton.marks, operands, returned)
-        skeleton = dataclasses.replace(skeleton, marks=marks)
-    return Traced(closed, arguments, skeleton)
+    (skeleton,) = skeletons
+    if links is None or None not in skeleton.marks:
+        return Traced(closed, arguments, skeleton)
+    # The mark of a State that JAX made is read off the program's links.
+    marks_at = {i: origin(state) for state, at in _states_and_arrays(operands) for i in at}
+    program = jaxprs.open_jaxpr(closed)
+    sources = _Continued().through(program, [frozenset([i]) for i in range(len(program.invars))])
+    marks: list[object] = []
+    for continued, (at, by_jax) in zip(skeleton.marks, returned, strict=True):
+        if continued is None and by_jax is not None:
+            numbers = sorted(frozenset[int]().union(*(sources[k] for k in at)))
+            several = dict.fromkeys(marks_at[i] for i in numbers if marks_at.get(i) is not None)
+            if len(several) == 1:
+                (continued,) = several
+            elif several or by_jax:
+                continued = Unknown(tuple(several))
+        marks.append(continued)
+    return Traced(closed, arguments, dataclasses.replace(skeleton, marks=marks))
 
 
 def _states_and_arrays(tree: PyTree) -> list[tuple[State, range]]:
@@ -140,36 +160,6 @@ def _states_and_arrays(tree: PyTree) -> list[tuple[State, range]]:
             states.append((node, range(start, start + len(arrays))))
         start += len(arrays)
     return states
-
-
-def _rebuilt(state: State, links: Links | None) -> bool | None:
-    """Whether JAX, not the user, has made this State; `None` for one without links."""
-    if links is None or (type(state), state._meta) not in links.followed:
-        return None
-    return state._meta.token is not None
-
-
-def _recovered(
-    closed: ClosedJaxpr,
-    marks: Sequence[object],
-    operands: Sequence[PyTree],
-    returned: Sequence[tuple[range, bool | None]],
-) -> list[object]:
-    """The marks of the result's states. That of a State that JAX made is read off the program's links."""
-    marks_at = {i: origin(state) for state, at in _states_and_arrays(operands) for i in at}
-    program = jaxprs.open_jaxpr(closed)
-    sources = _Continued().through(program, [frozenset([i]) for i in range(len(program.invars))])
-    recovered: list[object] = []
-    for mark, (at, by_jax) in zip(marks, returned, strict=True):
-        if mark is None and by_jax is not None:
-            arguments = sorted(frozenset[int]().union(*(sources[k] for k in at)))
-            several = dict.fromkeys(marks_at[i] for i in arguments if marks_at.get(i) is not None)
-            if len(several) == 1:
-                (mark,) = several
-            elif several or by_jax:
-                mark = Unknown(tuple(several))
-        recovered.append(mark)
-    return recovered
 
 
 # Numbers of arguments: none where nothing is known, several where it may be any of them.

@@ -54,7 +54,11 @@ def groups_in(text: str, devices: int) -> Groups:
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
         return groups_over(sizes, re.findall(r"'([^']*)'", mesh[2]))
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _iota_groups(*iota.groups())
+        dims, whole = ([*map(int, text.split(","))] for text in iota.groups()[:2])
+        numbers = np.arange(math.prod(whole)).reshape(whole)
+        if iota[3] is not None:
+            numbers = numbers.transpose([*map(int, iota[3].split(","))])
+        return [tuple(group) for group in numbers.reshape(dims[0], -1).tolist()]
     if listed := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", text):
         return [tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", listed[1])]
     return [tuple(range(devices))]
@@ -75,15 +79,6 @@ def groups_over(shape: Mapping[AxisName, int], over: Sequence[AxisName]) -> Grou
     """The numbers of the devices that exchange over these axes of a mesh."""
     groups = device_numbers(shape, [name for name in shape if name not in over])
     return [tuple(group) for group in groups.tolist()]
-
-
-def _iota_groups(dims: str, reshaped: str, order: str | None) -> Groups:
-    whole = tuple(map(int, reshaped.split(",")))
-    numbers = np.arange(math.prod(whole)).reshape(whole)
-    if order is not None:
-        numbers = numbers.transpose(tuple(map(int, order.split(","))))
-    groups = numbers.reshape(tuple(map(int, dims.split(","))))
-    return [tuple(group) for group in groups.reshape(len(groups), -1).tolist()]
 
 
 def axes_of(
