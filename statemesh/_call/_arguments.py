@@ -29,7 +29,7 @@ from .._jax import _compat as compat
 from .._jax._compat import tree_util
 
 
-class _Same:
+class _Hashed:
     """A value, equal to others of its type that say so.
 
     The hash is taken once: an object whose hash changes later counts as another value.
@@ -45,7 +45,7 @@ class _Same:
         return self.hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same) or self.hash != other.hash:
+        if not isinstance(other, _Hashed) or self.hash != other.hash:
             return False
         mine, theirs = self.value, other.value
         return mine is theirs or _equal(mine, theirs)
@@ -75,10 +75,14 @@ def token(value: Leaf) -> Hashable:
     if not is_hashable(value):
         raise TypeError(f"{type(value).__name__}")
     # Equal fields may still compute otherwise: 1 and 1.0, 0.0 and -0.0.
-    return kind, _Same(value), *[token(part) for part in _compared(value) if is_hashable(part)]
+    return (
+        kind,
+        _Hashed(value),
+        *[token(part) for part in _compared_fields(value) if is_hashable(part)],
+    )
 
 
-def _compared(value: Leaf) -> list[object]:
+def _compared_fields(value: Leaf) -> list[object]:
     """What a frozen dataclass is compared by."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     if parameters is None or not (parameters.frozen and parameters.eq):
@@ -103,7 +107,7 @@ def may_change(value: object) -> bool:
         return True
     if isinstance(value, tuple | frozenset):
         return any(map(may_change, value))
-    if parts := _compared(value):
+    if parts := _compared_fields(value):
         return any(map(may_change, parts))
     in_c = isinstance(type(value).__hash__, types.WrapperDescriptorType)
     return not (in_c or isinstance(value, enum.Enum))

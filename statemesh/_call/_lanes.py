@@ -49,11 +49,11 @@ def fits(axis: int, ndim: int) -> bool:
     return -ndim <= axis < ndim
 
 
-Mapped: TypeAlias = Sequence[tuple[str, int, Any]]
+MappedLeaves: TypeAlias = Sequence[tuple[str, int, Any]]
 """The path, the axis and the array of each leaf that is mapped over lanes."""
 
 
-def count_lanes(name: str, mapped: Mapped, axis_size: int | None) -> int | None:
+def count_lanes(name: str, mapped: MappedLeaves, axis_size: int | None) -> int | None:
     """How many lanes the mapped leaves make; `axis_size` where there are none.
 
     **Raises:** `BatchAxisError` for an axis that an array does not have, and where sizes disagree.
@@ -326,7 +326,7 @@ class Lanes:
         return LanePlacement(axis, frozenset() if axis is None else frozenset([axis_name]))
 
     def bind(
-        self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
+        self, name: str, axis_name: AxisName, mapped: MappedLeaves, asked: int | None, fixed: bool
     ) -> OnLanes:
         """Bind the axis name to the lanes of what is mapped.
 
@@ -611,7 +611,7 @@ class Devices:
         return SpecPlacement(PartitionSpec(*[None] * axis, axis_name), axis=axis)
 
     def bind(
-        self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
+        self, name: str, axis_name: AxisName, mapped: MappedLeaves, asked: int | None, fixed: bool
     ) -> OnDevices:
         if taken := compat.manual_axes(jax.sharding.get_abstract_mesh()):
             raise BatchAxisError(

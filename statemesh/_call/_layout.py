@@ -207,7 +207,7 @@ class OnMesh:
         for i, (k, target) in enumerate(zip(misplaced, targets, strict=True)):
             # The owner of a NumPy array may write to it while the program still reads it.
             if k in self.hosted or (self.donating and k not in renamed):
-                sources[i] = apart(sources[i], target)
+                sources[i] = unshared(sources[i], target)
         if self.shared is None:
             moved = jax.device_put(sources, targets)
         else:
@@ -278,10 +278,10 @@ class OnMesh:
                 continue
             if shown[k] is not x:
                 if isinstance(x, jax.Array) and not self.donating:
-                    source = apart(x, target)
+                    source = unshared(x, target)
                     results[k] = shown[k] if source is x else self._put(source, k)
             elif not (self.inputs[k].stateful or is_laid_out(x, target, self._names)):
-                results[k] = self._put(apart(x, target), k)
+                results[k] = self._put(unshared(x, target), k)
         return results
 
     def placed(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
@@ -315,7 +315,7 @@ class OnMesh:
             return traced_onto(x, target, self._names)
         if isinstance(x, jax.Array) and lies_right(x, target, self._names):
             return x
-        return onto(x if isinstance(x, jax.Array) else apart(x, target), target)
+        return onto(x if isinstance(x, jax.Array) else unshared(x, target), target)
 
     def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes on the mesh, to lower the program with."""
@@ -511,7 +511,7 @@ def onto(x: Leaf, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
 
 
-def apart(x: Leaf, target: Sharding) -> Any:
+def unshared(x: Leaf, target: Sharding) -> Any:
     """`x`, or a copy if JAX would lay it out as `target` in the memory that `x` already has.
 
     `jax.device_put` takes a part that lies on one of the devices for the part to be put there, and on the

@@ -37,12 +37,12 @@ from ._rules import AxisRules, Declared
 
 
 # Pipelines kept for one function: the oldest go first.
-_KEPT = 16
+_KEPT_PIPELINES = 16
 
 _pipelines: "weakref.WeakKeyDictionary[Any, dict[Hashable, Pipeline]]" = weakref.WeakKeyDictionary()
 
 # Types whose values are compared by value, never change, and keep no function alive.
-_PLAIN = (int, str, type, types.NoneType, types.EllipsisType, types.CodeType, jax.Device)
+_BY_VALUE = (int, str, type, types.NoneType, types.EllipsisType, types.CodeType, jax.Device)
 
 
 def shared_pipeline(declared: Declared) -> Pipeline:
@@ -63,7 +63,7 @@ def shared_pipeline(declared: Declared) -> Pipeline:
     pipeline = alike.get(key)
     if pipeline is not None:
         return pipeline
-    make_room(alike, _KEPT)
+    make_room(alike, _KEPT_PIPELINES)
     return alike.setdefault(key, Pipeline(dataclasses.replace(declared, fun=_Weak(fun))))
 
 
@@ -86,7 +86,7 @@ def _key(value: Leaf) -> Hashable:
 
     **Raises:** `TypeError` for what is not plain.
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _BY_VALUE):
         return type(value), value
     if isinstance(value, tuple | frozenset):
         return type(value), *map(_key, value)

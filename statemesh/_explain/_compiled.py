@@ -81,7 +81,7 @@ def groups_over(shape: Mapping[AxisName, int], over: Sequence[AxisName]) -> Grou
     return [tuple(group) for group in groups.tolist()]
 
 
-def axes_of(
+def axes_exchanged(
     groups: Sequence[Sequence[int]], shape: Mapping[AxisName, int]
 ) -> tuple[AxisName, ...] | None:
     """The mesh axes over which groups of devices exchange; `None` where no axes make these groups."""
@@ -435,7 +435,7 @@ def _added(
     _, (_, frames) = elements[0]
     return Collective(
         operation=instruction.opcode,
-        axes=axes_of(instruction.groups, sizes) or (),
+        axes=axes_exchanged(instruction.groups, sizes) or (),
         **dataclasses.asdict(instruction.runs),
         bytes=sum(instruction.sent(part) for part, _ in elements),
         arrays=tuple(str(part) for part, _ in elements),
@@ -494,7 +494,7 @@ def _summed(paths: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
 
 
 # A copy on every device is large from here on, in bytes.
-_LARGE = 16 * 2**20
+_LARGE_COPY = 16 * 2**20
 # What is laid out at each call is worth a word from here on.
 _WORTH_MOVING = 2**20
 
@@ -510,7 +510,7 @@ def advice(
     texts = []
     for row in leaves:
         whole = row.shape == row.shard_shape and row.kind not in ("array", "NumPy array", "number")
-        if count > 1 and whole and row.bytes >= _LARGE:
+        if count > 1 and whole and row.bytes >= _LARGE_COPY:
             texts.append(
                 f"{row.path} is copied to each of {count} devices, {bytes_str(row.bytes)} on each. "
                 "Give it a spec that splits it."
