@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._program._jaxprs import Jaxpr, counts_of_scan
+from .._program._jaxprs import Jaxpr, operands_of_loop
 from .._program._numbers import numbers, roundoff
 from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
@@ -326,16 +326,11 @@ def _loop(node: Node, operands: list[Stacked]) -> _Loop:
         taken = sorted({min(max(int(k), 0), last) for k in np.asarray(which.x).flat})
         # Shards that take several branches cannot be followed.
         return _Loop(params["branches"][taken[0]], taken if len(taken) == 1 else (), consts)
+    parts = operands_of_loop(node.eqn, operands)
     if node.name == "while":
-        of_condition = params["cond_nconsts"]
-        first = of_condition + params["body_nconsts"]
-        consts, carry = operands[of_condition:first], operands[first:]
-        return _Loop(params["body_jaxpr"], range(_MOST_ROUNDS), consts, carry)
-    first, carries = counts_of_scan(node.eqn)
-    consts, rest = operands[:first], operands[first:]
+        return _Loop(params["body_jaxpr"], range(_MOST_ROUNDS), *parts)
     rounds = range(params["length"])
-    rounds = rounds[::-1] if params["reverse"] else rounds
-    return _Loop(params["jaxpr"], rounds, consts, rest[:carries], rest[carries:])
+    return _Loop(params["jaxpr"], rounds[::-1] if params["reverse"] else rounds, *parts)
 
 
 def _inputs(loop: _Loop, node: Node, number: int) -> list[Stacked]:
