@@ -263,12 +263,12 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
     def fits(a: Subtree, b: Subtree) -> bool:
         specs = zip(arguments.placed(a), returned.placed(b), strict=True)
         same = all(p is None or q is None or p == q for p, q in specs)
-        return same and (a.in_state or _kinds_agree(a, b, kind_of))
+        return same and (a.in_state or (_kinds_agree if a.depth else _dtypes_agree)(a, b))
 
     def is_carried(part: Subtree) -> bool:
-        """Whether a part of the result is by its structure more than outputs."""
+        """Whether a part of the result is by its structure more than outputs, or may be by its name."""
         several = part.arrays > 1 and part is not returned.whole
-        return part.depth > 0 and (part.in_state or part.is_named or several)
+        return part.depth == 0 or part.in_state or part.is_named or several
 
     by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
     for which, side in enumerate((arguments, returned)):
@@ -278,20 +278,16 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
     alike.sort(key=lambda both: (-both[0][0].arrays, -both[0][0].depth))
     for some, others in alike:
         carried = [part for part in returned.free(others) if is_carried(part)]
-        if some[0].depth > 0:
-            take(_matched(arguments.free(some), carried, fits))
+        take(_matched(arguments.free(some), carried, fits))
     for some, others in alike:
-        if some[0].depth == 0:
-            named = _under_one_name(arguments.free(some), returned.free(others), fits)
-            take([pair for pair in named if _same_dtypes(*pair)])
         # The only two of a shape and dtype that are split on neither side. A single number is none of them.
         left, right = (
             [x for x in side.free(parts) if not any(side.placed(x)) and None not in side.placed(x)]
             for side, parts in ((arguments, some), (returned, others))
         )
         for a in left:
-            rivals = [x for x in left if _same_dtypes(x, a)]
-            fitting = [b for b in right if _same_dtypes(a, b)]
+            rivals = [x for x in left if _dtypes_agree(x, a)]
+            fitting = [b for b in right if _dtypes_agree(a, b)]
             if len(rivals) == len(fitting) == 1 and (a.depth > 0 or np.shape(a.node)):
                 take([(a, fitting[0])])
     return pairs
@@ -300,10 +296,10 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
 def _matched(
     some: list[Subtree], others: list[Subtree], fits: Callable[[Subtree, Subtree], bool]
 ) -> Iterator[Match]:
-    """Pairs under the same names, then pairs in order."""
+    """Pairs under the same names, then those of other parts than arrays in order."""
     pairs = list(_under_one_name(some, others, fits))
     yield from pairs
-    left = [part for part in some if all(part is not a for a, _ in pairs)]
+    left = [part for part in some if part.depth and all(part is not a for a, _ in pairs)]
     right = [part for part in others if all(part is not b for _, b in pairs)]
     # New models are the last results by custom, so that those before them are outputs.
     for a, b in zip(left, right[-len(left) :] if left else (), strict=False):
@@ -328,12 +324,12 @@ def _under_one_name(
             yield part, free[0]
 
 
-def _kinds_agree(a: Subtree, b: Subtree, kind: Callable[[AnyLeaf], Any]) -> bool:
+def _kinds_agree(a: Subtree, b: Subtree, kind: Callable[[AnyLeaf], Any] = kind_of) -> bool:
     pairs = zip(jax.tree.leaves(a.node), jax.tree.leaves(b.node), strict=True)
     return all(kind(x) == kind(y) for x, y in pairs)
 
 
-def _same_dtypes(a: Subtree, b: Subtree) -> bool:
+def _dtypes_agree(a: Subtree, b: Subtree) -> bool:
     return _kinds_agree(a, b, lambda x: getattr(x, "dtype", None) or kind_of(x))
 
 

@@ -120,19 +120,6 @@ def inexact_leaves(tree: PyTree) -> tuple[int, ...]:
     return tuple(number for number, hit in enumerate(inexact) if hit)
 
 
-def learns(args: PyTree, is_written: Callable[[int], bool]) -> bool:
-    """Whether a call changes parameters: a training step, whose derivative nobody takes.
-
-    **Arguments:**
-
-    - `is_written`: whether a call gives a new value for a leaf of the arguments, by its number.
-    """
-    return any(
-        isinstance(owner, sm.ParamState) and is_written(number)
-        for number, owner in enumerate(owners(args, sm.is_state))
-    )
-
-
 def with_gradient(call: Fun, selected: Selection) -> Fun:
     """A function that gives the results of a call and, if anything is selected, the gradient."""
     if not selected:
