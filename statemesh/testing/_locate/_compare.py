@@ -301,14 +301,15 @@ def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] 
         return None
     nodes = node, comparison.partners[node]
     loops = list(map(_loop, nodes, comparison.operands[node]))
-    if not loops[0].rounds or loops[0].rounds != loops[1].rounds:
+    rounds = loops[0].rounds
+    if not rounds or rounds != loops[1].rounds:
         return None
     wide = comparison.evaluators[0].wide
     evaluators = [
         Evaluator(graph_of(loop.body, side.scope, node.line), wide)
         for loop, side in zip(loops, nodes, strict=True)
     ]
-    for number in loops[0].rounds[:_MOST_ROUNDS]:
+    for number in rounds[:_MOST_ROUNDS]:
         inputs = [_inputs(*each, number) for each in zip(loops, nodes, strict=True)]
         within = compare((evaluators[0], evaluators[1]), node.scope, inputs)
         if not all(within.right):
