@@ -152,7 +152,7 @@ class Check:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.judge = Judge(subject.tolerance, subject.left_out, subject.exact)
+        self.judge = Judge(subject.tolerance, subject.left_out, subject.call.exact)
         self.failed: list[str] = []
         self.agreed: list[str] = []
         # The arguments and the results of the calls on the last mesh, in double precision.

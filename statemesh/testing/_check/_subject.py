@@ -11,7 +11,7 @@ import statemesh as sm
 
 from .._caches import environment, held_by
 from .._program._doubled import widened
-from .._program._numbers import is_inexact, numbers
+from .._program._numbers import numbers
 from .._types import Args, Fun, Numbers, PyTree, tree_util
 from ._feedback import Named, find, left_out, owners, path_of
 from ._judge import ResultLeaf
@@ -39,7 +39,8 @@ class Subject:
 
     **Attributes:**
 
-    - `form`: the results with types in the place of arrays.
+    - `call`: the first call on the first mesh, traced.
+    - `form`: its results with types in the place of arrays.
     - `feed_back`: what of the results the next call gets.
     - `in_a_row`: the number of calls in a row.
     - `left_out`: the numbers of the leaves of the results that are not compared.
@@ -65,8 +66,8 @@ class Subject:
         if self._reference and callable(self.unsharded) and not self._is_traced(self._reference):
             self._reference = Programs(UNSHARDED, self.unsharded, Selection(), is_traced=False)
         with self.noting(first.label):
-            self._call = first.programs(Selection()).of(self.types)
-            self.form = self._call.trace.form
+            self.call = first.programs(Selection()).of(self.types)
+            self.form = self.call.trace.form
         self.feed_back = find(self.types, self.form, self.fed_back, self.name, first.specs)
         self.in_a_row = self.steps or (DEFAULT_STEPS if self.feed_back else 1)
         self.left_out = left_out(self.name, self.form, self.leave_out)
@@ -110,7 +111,7 @@ class Subject:
 
     def _learns(self) -> bool:
         """Whether a call changes parameters: a training step, whose derivative nobody takes."""
-        states, forwarded = owners(self.types, sm.is_state), self._call.forwarded
+        states, forwarded = owners(self.types, sm.is_state), self.call.forwarded
         fed_back = self.feed_back.numbers
         written = [number for number, result in fed_back if forwarded.get(result) != number]
         return any(isinstance(states[number], sm.ParamState) for number in written)
@@ -141,21 +142,6 @@ class Subject:
         arrays = jax.tree.leaves(results)
         of_arrays = list(map(numbers, arrays)) if values is None else values
         return list(map(ResultLeaf, range(len(arrays)), self.paths, arrays, of_arrays))
-
-    @property
-    def drawn(self) -> Collection[int]:
-        """The numbers of the leaves of the arguments from which random numbers are drawn."""
-        return self._call.drawn
-
-    @property
-    def exact(self) -> set[int]:
-        """The numbers of the leaves of the results that are arrays and computed without floats."""
-        inputs = tree_util.tree_leaves(self.types)
-        return {
-            number
-            for number, sources in self._call.sources.items()
-            if not any(is_inexact(inputs[source].dtype) for source in sources)
-        }
 
     @contextlib.contextmanager
     def noting(self, label: str, *notes: str) -> Iterator[None]:

@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._program._jaxprs import Jaxpr, operands_of_loop
-from .._program._numbers import numbers, roundoff
-from .._program._stacked import MappedAxes, Stacked
+from .._program._numbers import distances, numbers, roundoff
+from .._program._stacked import MappedAxes, Stacked, names_of_spec
 from .._types import Numbers
 from ._evaluate import Evaluator, Values, on_all_shards
 from ._graph import Node, graph_of, pairs
-from ._relations import Relation, largest, relation, unequal_copies, whole
+from ._relations import Relation, largest, relation, tolerated, whole
 
 
 Evaluators: TypeAlias = tuple[Evaluator, Evaluator]
@@ -108,7 +108,13 @@ class Comparison:
 
     def _has_unequal_copies(self, node: Node, value: Stacked) -> bool:
         """Whether shards have different values of what is joined, of which a device keeps its own copy."""
-        return node.kind == "join" and unequal_copies(value, node.spec, self._unit(value))
+        named, x, unit = names_of_spec(node.spec), numbers(value.x), self._unit(value)
+        for at, name in enumerate(value.axes):
+            first = np.take(x, [0], at)
+            is_copied = node.kind == "join" and name not in named
+            if is_copied and np.any(distances(x, first) > tolerated(first, 0.0, unit)):
+                return True
+        return False
 
     def _unit(self, value: Stacked) -> float:
         """The roundoff of a value; 0 where floats are in double precision."""

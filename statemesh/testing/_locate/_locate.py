@@ -282,7 +282,10 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
     trials = mending(reruns, lines, None if is_sure else others(comparison, suspects))
     # The cost of an intervention, the position of its line in the program, and the line.
     positions = {suspect: position for position, suspect in enumerate(suspects)}
-    interventions = [(_cost(x, outcomes[x]), positions[x], x) for x in lines]
+    interventions = []
+    for x in lines:
+        evidence = _COST_OF_EVIDENCE[x.evidence] + _COST_OF_DERIVATIVE * x.transposed
+        interventions.append((evidence + _COST_OF_OUTCOME[outcomes[x]], positions[x], x))
     if not is_sure:
         # Lines that lead to no wrong result come last.
         last = len(suspects)
@@ -304,11 +307,6 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
         for place in deeper or [_place(reruns, suspect, trial)]:
             shown.setdefault((place.file, place.line), place)
     return list(shown.values())[:_MOST_PLACES], reason
-
-
-def _cost(suspect: Suspect, outcome: Outcome | None) -> int:
-    evidence = _COST_OF_EVIDENCE[suspect.evidence] + _COST_OF_DERIVATIVE * suspect.transposed
-    return evidence + _COST_OF_OUTCOME[outcome]
 
 
 def _places_inside(comparison: Comparison, suspect: Suspect) -> tuple[list[Place], str | None]:
