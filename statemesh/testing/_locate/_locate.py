@@ -27,13 +27,20 @@ from .._program._trace import (
     weighted_gradient,
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
-from . import _located as words
 from ._compare import Comparison, compare, inside, right_values
 from ._evaluate import Evaluator, in_numpy
 from ._graph import graph_of
 from ._interventions import Outcome, Reruns, Trial, cause, mending
 from ._lines import SourceLine
-from ._located import Located, Place
+from ._located import (
+    Located,
+    Place,
+    most_off,
+    name_of_operation,
+    relation_in_words,
+    shapes_in_words,
+    whole_values,
+)
 from ._suspects import Suspect, is_first, others, suspects_of
 
 
@@ -189,7 +196,7 @@ def _located(comparison: Comparison, traces: Sequence[Trace], call: PyTree) -> L
     if not likeliest:
         number = comparison.right.index(False)
         types = [traced.closed.out_avals[number] for traced in traces]
-        got, want = words.whole_values([values[number].x for values in comparison.ends], types)
+        got, want = whole_values([values[number].x for values in comparison.ends], types)
         result = paths[number]
         likeliest = [Place("", 0, result, _NO_LINE, got=got, want=want, shards="")]
     return Located(tuple(likeliest[:_MOST_PLACES]), comparison.matched, reason)
@@ -336,16 +343,16 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
     if comparison.differs(value) and value not in comparison.indices:
         right = next(right_values(comparison, value), None)
         if right is None:
-            got, want = words.shapes(comparison.values[value].shape, comparison.wants.get(value))
+            got, want = shapes_in_words(comparison.values[value].shape, comparison.wants.get(value))
         else:
             names = comparison.scopes[value].sizes
-            got, want, shards = words.most_off(comparison.got(value), right, names)
+            got, want, shards = most_off(comparison.got(value), right, names)
     elif trial:
         # What the change makes is right.
         value, change = next(iter(trial.changes.items()))
         names = (change.scope or comparison.scopes[value]).sizes
-        got, want, shards = words.most_off(*reruns.both(value, change), names)
+        got, want, shards = most_off(*reruns.both(value, change), names)
     known, line = comparison.relations.get(value), suspect.line
     assert line is not None
-    operation, note = words.operation(node), words.partial(known) if known else ""
+    operation, note = name_of_operation(node), relation_in_words(known) if known else ""
     return Place(line.file, line.number, line.source, operation, got, want, shards, note=note)

@@ -168,7 +168,7 @@ _PARTIAL: Mapping[str, str] = {
 }
 
 
-def operation(node: Node) -> str:
+def name_of_operation(node: Node) -> str:
     """What a node computes."""
     # In checked programs some collectives have a name of their own.
     name = _OPERATIONS.get(node.name.removesuffix("_invariant"), f"`{node.name}`")
@@ -178,7 +178,7 @@ def operation(node: Node) -> str:
     )
 
 
-def partial(known: Relation) -> str:
+def relation_in_words(known: Relation) -> str:
     """What a value is that is no part of the value on one device."""
     words = [_PARTIAL[kind].format(repr(name)) for name, kind, _ in known.kinds if kind in _PARTIAL]
     if known.factor != 1:
@@ -186,7 +186,7 @@ def partial(known: Relation) -> str:
     return "; ".join(words)
 
 
-def shapes(got: Sequence[int], want: Numbers | None) -> tuple[str, str]:
+def shapes_in_words(got: Sequence[int], want: Numbers | None) -> tuple[str, str]:
     """What shards have and what one device has, where nobody knows which part of it each should have."""
     there = "nothing that belongs to it" if want is None else _array(want.shape)
     return f"{_array(got)} on each shard", there

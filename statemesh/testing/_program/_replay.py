@@ -311,11 +311,11 @@ class Replay:
         (carry, frame.differences), stacks = jax.lax.scan(
             once,
             (carry, frame.differences),
-            [_moved(value, len(value.axes), 0) for value in scanned],
+            [_with_axis_moved(value, len(value.axes), 0) for value in scanned],
             length=params["length"],
             reverse=params["reverse"],
         )
-        return [*carry, *(_moved(value, 0, len(value.axes)) for value in stacks)]
+        return [*carry, *(_with_axis_moved(value, 0, len(value.axes)) for value in stacks)]
 
     def _carried(
         self,
@@ -527,7 +527,7 @@ def _one_round(value: Stacked) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, value.x.dtype)
 
 
-def _moved(value: Stacked, source: int, target: int) -> Stacked:
+def _with_axis_moved(value: Stacked, source: int, target: int) -> Stacked:
     """The value with an axis of its array moved, such as that of the rounds of a scan."""
     return Stacked(jnp.moveaxis(value.x, source, target), value.axes)
 
