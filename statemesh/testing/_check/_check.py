@@ -20,8 +20,8 @@ from .._program._jaxprs import Equation
 from .._program._numbers import Rounding, numbers
 from .._program._trace import on_one_device
 from .._types import Args, Numbers, PyTree
+from . import _other_values as values
 from . import _report as report
-from . import _values as values
 from ._form import form_differences
 from ._judge import Judge, Mismatch, excused, unequal_copies
 from ._programs import Chain, FunctionOnMesh, Programs, chained, results_of

@@ -108,11 +108,12 @@ class Comparison:
 
     def _has_unequal_copies(self, node: Node, value: Stacked) -> bool:
         """Whether shards have different values of what is joined, of which a device keeps its own copy."""
+        if node.kind != "join":
+            return False
         named, x, unit = names_of_spec(node.spec), numbers(value.x), self._unit(value)
         for at, name in enumerate(value.axes):
             first = np.take(x, [0], at)
-            is_copied = node.kind == "join" and name not in named
-            if is_copied and np.any(distances(x, first) > tolerated(first, 0.0, unit)):
+            if name not in named and np.any(distances(x, first) > tolerated(first, 0.0, unit)):
                 return True
         return False
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from .._program._collectives import RULES, collective
+from .._program._collective_rules import RULES, collective
 from .._program._jaxprs import names_of
 from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers, promoted

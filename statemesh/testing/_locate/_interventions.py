@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._program._collectives import RULES
+from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
 from .._program._numbers import is_key
 from .._program._stacked import MappedAxes, Stacked

@@ -19,7 +19,7 @@ import statemesh as sm
 from .. import _errors as errors
 from .._types import AnyLeaf, Numbers
 from . import _jaxprs as jaxprs
-from ._collectives import RULES, collective, communicating_axes, nested_collectives
+from ._collective_rules import RULES, collective, communicating_axes, nested_collectives
 from ._jaxprs import Equation, Jaxpr, names_of, new_axes
 from ._noise import OwnDtypes
 from ._numbers import data_of, more_than_rounding
