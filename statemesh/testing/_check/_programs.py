@@ -205,6 +205,10 @@ class Programs:
     - `what`: what it is called where results are compared with those that it gives.
     - `context`: makes the context in which it is traced.
     - `is_traced`: whether JAX can trace it. A function of NumPy has only the results that it gives.
+
+    **Attributes:**
+
+    - `call`: the function that gives the results, with the gradient if one is selected.
     """
 
     def __init__(

@@ -299,7 +299,7 @@ class Replay:
         slices = [Stacked(_one_round(value), value.axes) for value in scanned]
 
         carry = self._carried(body, consts, start, slices, scope)
-        # What is stacked may differ along other axes, and spreads along none.
+        # The results that a scan stacks keep the axes along which they differ.
         axes = [*(value.axes for value in carry), *[()] * (len(eqn.outvars) - carries)]
 
         def once(state: Any, slices: list[Stacked]) -> Any:
@@ -342,7 +342,7 @@ class Replay:
         values: Sequence[Stacked],
         differences: Differences,
     ) -> tuple[list[Stacked], Differences]:
-        """The results of a jaxpr, spread along `axes`, and the differences that are known then."""
+        """The results of a jaxpr, copied for each shard along `axes`, and the differences until then."""
         inner = Frame(scope, differences)
         results = zip(self.run(jaxpr, values, inner), axes, strict=True)
         return [scope.spread(value, names) for value, names in results], inner.differences
