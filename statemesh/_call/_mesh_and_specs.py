@@ -464,7 +464,7 @@ class OfStates:
 
 
 def check_state_specs(state_specs: StateSpecs, what: str) -> None:
-    """Refuse what is no filter, and specs for a kind that every shard has whole."""
+    """Refuse keys that are no filters, and specs that split a kind of state which every shard has whole."""
     for filter, spec in state_specs.items() if isinstance(state_specs, Mapping) else ():
         kind = filter.type if isinstance(filter, OfType) else filter
         to_predicate(filter)
