@@ -85,7 +85,9 @@ def main() -> None:
         loss, training = train(training, chunk(turn * CHUNK))
         losses.append(loss)
         losses[-8:][0].block_until_ready()  # at most eight steps ahead of the devices
-    held = training.model.cell.hidden.value.addressable_shards[0].data.shape
+    hidden = training.model.cell.hidden
+    assert hidden is not None  # the first call gave it rows
+    held = hidden.value.addressable_shards[0].data.shape
     print(f"hidden values on each device: {held} of {(ROWS, HIDDEN)}")
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
