@@ -82,6 +82,7 @@ class Spared:
 
     def __init__(self, donated: Sequence[int], sizes: Sequence[int]) -> None:
         self.donated = frozenset(donated)
+        self.sizes = sizes
         count = Counter(sizes)
         wanted = {sizes[k] for k in donated if sizes[k] and count[sizes[k]] > 1}
         self.compared = [k for k, size in enumerate(sizes) if size in wanted]
@@ -100,15 +101,13 @@ class Spared:
         """The arrays, with a copy of each donated one that shares memory with another."""
         if self.fed_back(arrays):
             return arrays
-        compared = self._pick(arrays)
-        if not self._known(compared):
-            lies = {k: memory(arrays[k]) for k in self.compared}
-            times = Counter(part for parts in lies.values() for part in parts)
-            shared = {k for k, parts in lies.items() if any(times[part] > 1 for part in parts)}
-            if shared:
-                return [
-                    copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)
-                ]
+        # To look at memory waits for what is being computed. So only what may share it with an unknown array.
+        unknown = {self.sizes[k] for k in self._unknown(arrays)}
+        lies = {k: memory(arrays[k]) for k in self.compared if self.sizes[k] in unknown}
+        times = Counter(part for parts in lies.values() for part in parts)
+        shared = {k for k, parts in lies.items() if any(times[part] > 1 for part in parts)}
+        if shared:
+            return [copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)]
         left = [arrays[k] for k in self.compared if k not in self.donated]
         refs, before = self._apart
         if len(refs) != len(left) or not all(map(is_, map(call, refs), left)):
@@ -116,7 +115,7 @@ class Spared:
         # If the next call takes the like of these, it will be enough to compare identities.
         outputs, number = self._last_run
         place = {id(ref()): k for k, ref in enumerate([*outputs, *refs])}
-        order = [place.get(id(x)) for x in compared]
+        order = [place.get(id(x)) for x in self._pick(arrays)]
         is_found = number > before and None not in order and len(set(order)) == len(order)
         self._order = itemgetter(*order) if is_found else None
         return arrays
@@ -131,19 +130,24 @@ class Spared:
         expected = self._expected
         return expected is not None and all(map(is_, map(call, expected), self._pick(arrays)))
 
-    def _known(self, compared: Sequence[Leaf]) -> bool:
-        """Whether nothing has to be looked up: that would wait for what is being computed.
+    def _unknown(self, arrays: Sequence[Leaf]) -> list[int]:
+        """The compared inputs that may share memory with others.
 
-        So it is where programs made all of these; or where some are not given up and were found apart, and
-        programs made the others since.
+        Those that programs made share none, nor do those that are not given up and were found apart, and what
+        programs made since.
         """
         left, before = self._apart
+        compared = self._pick(arrays)
         apart = {id(ref()) for ref in left}
-        is_apart = [id(x) in apart for x in compared]
-        since = before if any(is_apart) else 0
-        numbered = zip(is_apart, UNSHARED.numbers(compared), strict=True)
-        is_known = all(known or number > since for known, number in numbered)
-        return is_known and len(set(map(id, compared))) == len(compared)
+        since = before if any(id(x) in apart for x in compared) else 0
+        times = Counter(map(id, compared))
+        return [
+            k
+            for k, x, number in zip(
+                self.compared, compared, UNSHARED.numbers(compared), strict=True
+            )
+            if times[id(x)] > 1 or not (id(x) in apart or number > since)
+        ]
 
     def keep(self, outputs: Sequence[Leaf], again: bool = False) -> None:
         """Remember what the program has made.

@@ -152,7 +152,6 @@ class Program:
         # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
         self.checked = not (declared.jit and self.layout.sizes)
         self._refusals = 0
-        self._calls_back: bool | None = None
         kinds = [x.kind for x in self.layout.inputs]
         self._may_be_quick = (
             declared.jit
@@ -370,11 +369,7 @@ class Program:
         if not self._may_be_quick or compat.jit_disabled():
             return
         self._refusals += refused
-        if self._calls_back is None:
-            # A callback of the user's, which may run on the calling thread, may trace functions of its own.
-            equations = jaxprs.equations(self.traced(arrays).jaxpr)
-            self._calls_back = any(map(jaxprs.calls_back, equations))
-        if self._refusals >= _REFUSALS or self._calls_back:
+        if self._refusals >= _REFUSALS:
             return
         # A kind of call that is refused once takes a slower way through JAX from then on. So we wait until
         # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
