@@ -109,14 +109,14 @@ class Spared:
         if shared:
             return [copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)]
         left = [arrays[k] for k in self.compared if k not in self.donated]
-        refs, before = self._apart
+        refs, _ = self._apart
         if len(refs) != len(left) or not all(map(is_, map(call, refs), left)):
-            refs, before = self._apart = list(map(weakref.ref, left)), UNSHARED.now()
+            refs, _ = self._apart = list(map(weakref.ref, left)), UNSHARED.now()
         # If the next call takes the like of these, it will be enough to compare identities.
-        outputs, number = self._last_run
+        outputs, _ = self._last_run
         place = {id(ref()): k for k, ref in enumerate([*outputs, *refs])}
         order = [place.get(id(x)) for x in self._pick(arrays)]
-        is_found = number > before and None not in order and len(set(order)) == len(order)
+        is_found = None not in order and len(set(order)) == len(order)
         self._order = itemgetter(*order) if is_found else None
         return arrays
 
@@ -158,10 +158,11 @@ class Spared:
         """
         if self._pick is None:
             return
-        (left, before), (_, last) = self._apart, self._last_run
-        refs, number = self._last_run = UNSHARED.add(outputs, last if again else 0)
+        # What is apart was found so before the run: other threads see its outputs only after this.
+        (left, _), (_, last) = self._apart, self._last_run
+        refs, _ = self._last_run = UNSHARED.add(outputs, last if again else 0)
         self._expected = None
-        if self._order is not None and number > before:
+        if self._order is not None:
             # Another thread may have put in fewer meanwhile.
             with suppress(IndexError):
                 self._expected = self._order([*refs, *left])

@@ -206,7 +206,7 @@ def test_memory_that_is_given_up_in_a_steady_call_is_shared_with_nothing() -> No
     whole = NamedSharding(mesh, P())
 
     def fun(a: sm.State, b: sm.State, x: Any) -> Any:
-        return a.set(a.value + 1), b.set(b.value + 2), x
+        return a.set(a.value + 1), b.set(b.value + 2), a.value + b.value
 
     def view(x: jax.Array) -> jax.Array:
         parts = [shard.data for shard in x.addressable_shards]
@@ -234,6 +234,24 @@ def test_memory_that_is_given_up_in_a_steady_call_is_shared_with_nothing() -> No
             np.testing.assert_array_equal(b.value, values[1] + 2 * number)
             np.testing.assert_array_equal(third, values[2])
             a, b, _ = mapped(a, b, x)
+    # A view of what an earlier call made was apart from what a later call took.
+    shown = view(a.value)
+    for _ in range(2):
+        c, d, _ = mapped(sm.State(place(0)), sm.State(place(1)), shown)
+    before = np.array(shown)
+    mapped(a, b, shown)
+    np.testing.assert_array_equal(shown, before)
+    # One array twice: one that was given up, and then one that came from the same place.
+    for _ in range(4):
+        c, d, total = mapped(c, d, x)
+    total.delete()
+    with pytest.raises(sm.StatemeshError, match="given up"):
+        mapped(sm.State(total), sm.State(total), x)
+    c, d, total = mapped(c, d, x)
+    expected = np.array(total)
+    c, d, _ = mapped(sm.State(total), sm.State(total), x)
+    np.testing.assert_array_equal(c.value, expected + 1)
+    np.testing.assert_array_equal(d.value, expected + 2)
 
 
 OTHERS: dict[str, Callable[[Model, Any], tuple[Any, ...]]] = {
