@@ -115,6 +115,7 @@ class Pipeline:
             program is not None
             and program.treedef == treedef
             and program.hash == hash(treedef)
+            and _trace(()) is compat.TOP_LEVEL
             and (program.set_mesh is None or program.set_mesh is _set_mesh())
             and (not program.statics.positions or program.statics.same(leaves))
         )
@@ -128,7 +129,6 @@ class Pipeline:
             or not is_alike
             or program.types != list(map(type, leaves))
             or program.context is not _context()
-            or _trace(()) is not compat.TOP_LEVEL
         )
         if program is None or is_new:
             call = Call(self.declared.fun, args, kwargs, (leaves, treedef))

@@ -158,7 +158,9 @@ def test_lanes() -> None:
 @pytest.mark.parametrize("donate", ["none", "states", "all"])
 def test_calls_that_give_memory_up_and_calls_with_static_leaves(donate: Any) -> None:
     mesh = make_mesh()
-    state = lambda: sm.place(sm.State(np.ones(8, np.float32)), mesh)
+
+    def state() -> Any:
+        return sm.place(sm.State(np.ones(8, np.float32)), mesh)
 
     def steady_call(count: int) -> Callable[[], Any]:
         def fun(model: Any, x: Any) -> Any:
@@ -213,16 +215,20 @@ def test_memory_that_is_given_up_in_a_steady_call_is_shared_with_nothing() -> No
         return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
     mapped = sm.shard_map(fun, mesh, (None, None, P()), P(), donate="states")
-    place = lambda number: jax.device_put(np.full(8, number, np.float32), whole)
+
+    def place(number: float) -> Any:
+        return jax.device_put(np.full(8, number, np.float32), whole)
+
     x = place(0)
-    for make in (
+    makers: list[Callable[[Any, Any], tuple[Any, Any, Any]]] = [
         lambda a, b: (a, a, x),
         lambda a, b: (a, view(a), x),
         lambda a, b: (b, a, x),
         lambda a, b: (a, b, a),
         lambda a, b: (a, b, view(b)),
         lambda a, b: (a, place(1), x),
-    ):
+    ]
+    for make in makers:
         a, b = sm.State(place(0)), sm.State(place(0))
         for _ in range(5):
             a, b, _ = mapped(a, b, x)
