@@ -99,6 +99,7 @@ class Pipeline:
         What follows runs at every call, besides the compiled program's own dispatch: each line is a check
         that cannot be left out, in the quickest form there is.
         """
+        # A shortcut through all five: JAX itself finds out whether this call is like the last ones.
         program, quick = self._last, None
         if program is not None and program.is_quick:
             quick = program

@@ -123,7 +123,7 @@ class Spared:
     def fed_back(self, arrays: Sequence[Leaf]) -> bool:
         """Whether these are what the program made last and what was apart, in the order of last time.
 
-        It says nothing that `_known` would not say, and says it in one pass in C.
+        It says nothing that `_unknown` would not say, and says it in one pass in C.
         """
         if self._pick is None:
             return True
