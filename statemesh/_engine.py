@@ -14,9 +14,9 @@ from ._call._layout import place as place
 from ._call._mapping import StatefulMapping as StatefulMapping
 from ._call._packed import Packed as Packed
 from ._call._packed import pack as pack
-from ._call._pmap2 import pmap2 as pmap2
+from ._call._pmap2_and_vmap2 import pmap2 as pmap2
+from ._call._pmap2_and_vmap2 import vmap2 as vmap2
 from ._call._shard_map import shard_map as shard_map
-from ._call._vmap2 import vmap2 as vmap2
 from ._explain._explanation import Explanation as Explanation
 from ._fsdp import fsdp as fsdp
 from ._fsdp import gather as gather

@@ -38,8 +38,7 @@ from ._base._types import (
     SpecTree,
     Value,
 )
-from ._call._mesh import check_mesh
-from ._call._specs import broadcast_specs
+from ._call._mesh_and_specs import broadcast_specs, check_mesh
 from ._jax import _compat as compat
 from ._jax._compat import tree_util
 from ._jax._frames import without_own_frames

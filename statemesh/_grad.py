@@ -63,21 +63,20 @@ from ._base._types import (
     Size,
 )
 from ._call._arguments import inside_modules
-from ._call._axis_rules import AxisRules
 from ._call._lanes import Lanes
-from ._call._origins import (
+from ._call._mesh_and_specs import UNDECLARED
+from ._call._packed import members, shapes_of, with_models
+from ._call._per_shard import Leaving, Written, checked_state
+from ._call._rules import AxisRules, Mistakes, Varying
+from ._call._tracing import (
     Entered,
+    FromTypes,
     Skeleton,
     find_origins,
     has_same_leaves,
     taken_apart,
     values,
 )
-from ._call._packed import members, shapes_of, with_models
-from ._call._per_shard import Leaving, Written, checked_state
-from ._call._rules import Mistakes, Varying
-from ._call._specs import UNDECLARED
-from ._call._varying import FromTypes
 from ._jax import _compat as compat
 from ._jax import _explicit as explicit
 from ._jax import _jaxprs as jaxprs
@@ -966,11 +965,11 @@ class _MicrobatchRules(AxisRules):
         unmerged = [
             write
             for write in mistakes.diverged
-            if write.state.reduce is None and type(write.state).leave is State.leave
+            if write.value.reduce is None and type(write.value).leave is State.leave
         ]
         arrays = mistakes.varying
         if unmerged or arrays:
-            items = [(write.path, write.state) for write in unmerged]
+            items = [(write.path, write.value) for write in unmerged]
             items += [(write.path, write.value) for write in arrays]
             remedies = {
                 "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
@@ -993,7 +992,7 @@ class _MicrobatchRules(AxisRules):
                 f"value_and_grad: policies that merge what the microbatches of {name} wrote gave values that "
                 "still differ between these",
                 [
-                    f"{write.path}: merged by {errors.policy_name(write.state)}"
+                    f"{write.path}: merged by {errors.policy_name(write.value)}"
                     for write in mistakes.diverged
                 ],
                 "A policy must return one value for all instances, as with jax.lax.psum(value, axis_names).",

@@ -28,11 +28,10 @@ from ._base._types import (
     Text,
 )
 from ._call._arguments import arity
-from ._call._axis_rules import POLICIES, bad_axis_size
 from ._call._lanes import AxesOfMap, Pairs, as_pairs, choose_axes, is_size
 from ._call._mapping import StatefulMapping
-from ._call._pmap2 import pmap2
-from ._call._vmap2 import vmap2
+from ._call._pmap2_and_vmap2 import pmap2, vmap2
+from ._call._rules import POLICIES, bad_axis_size
 from ._jax._compat import tree_util
 from ._jax._frames import without_own_frames
 from ._state._filters import Perhaps, first_matches, to_predicate
@@ -81,7 +80,7 @@ def new_states(before: PyTree, after: PyTree, filter: Filter = ...) -> dict[str,
         ```
     """
     before, after = unpacked(before), unpacked(after)
-    (matched,) = first_matches([filter], [("after", after)], "filter")
+    matched = first_matches([filter], [("after", after)], "filter")
     chosen = {path for path, hit in zip(_by_path(after), matched, strict=True) if hit is not None}
     created = _created(before, after)
     return {path_str(path): state for path, state in created.items() if path in chosen}

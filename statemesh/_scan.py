@@ -16,6 +16,7 @@ from ._base._trees import (
     fun_name,
     is_removed,
     is_state,
+    is_state_or_removed,
     path_str,
     positional_names,
 )
@@ -118,14 +119,10 @@ def _is_carried(leaf: Any, in_module: bool) -> bool:
 
 
 def _joined(arrays: Any, fixed: Any) -> Any:
-    leaves, treedef = tree_util.tree_flatten(arrays, is_leaf=_is_unit)
-    others = tree_util.tree_leaves(fixed, is_leaf=_is_unit)
+    leaves, treedef = tree_util.tree_flatten(arrays, is_leaf=is_state_or_removed)
+    others = tree_util.tree_leaves(fixed, is_leaf=is_state_or_removed)
     pairs = zip(leaves, others, strict=True)
     return treedef.unflatten([y if is_removed(x) else x for x, y in pairs])
-
-
-def _is_unit(node: Any) -> bool:
-    return is_state(node) or is_removed(node)
 
 
 def _check(f: Callable[..., Any], before: Any, after: Any) -> None:

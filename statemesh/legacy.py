@@ -7,7 +7,7 @@ from ._base._checks import check_flag, check_function
 from ._base._errors import SpecError, mesh_str
 from ._base._types import AnyMesh, AxisNames, FunOf, Params, Result, SpecTree
 from ._call._mapping import StatefulMapping
-from ._call._mesh import not_a_mesh
+from ._call._mesh_and_specs import not_a_mesh
 from ._call._shard_map import shard_map as _shard_map
 
 

@@ -1,11 +1,13 @@
 """Placements, and what a `PartitionSpec` says of mesh axes."""
 
-from typing import Protocol, runtime_checkable
+import dataclasses
+from typing import Any, ClassVar, TypeAlias
 
+import jax
 from jax.sharding import PartitionSpec
 
 from ._checks import check_named_once
-from ._types import Axes, AxisName, Leaf, SpecTree, is_axis_name
+from ._types import Axes, AxisName, Leaf, is_axis_name
 
 
 class PerShard:
@@ -67,40 +69,6 @@ class PerShard:
         return f"PerShard({', '.join(map(repr, self.axis_names))})"
 
 
-@runtime_checkable
-class Placement(Protocol):
-    """The placement of one leaf: on a mesh, or over lanes. Hashable.
-
-    **Attributes:**
-
-    - `axis`: the array axis that is removed inside the call; `None` if none is.
-    - `axis_names`: the mapped axes over which instances have different parts of the leaf.
-    - `axes`: for each entry of the spec, the mapped axes that split this array axis.
-    - `spec`, `written`: the spec in its shortest spelling, and as it was written.
-    """
-
-    @property
-    def spec(self) -> SpecTree: ...
-
-    @property
-    def written(self) -> SpecTree: ...
-
-    @property
-    def axis(self) -> int | None: ...
-
-    @property
-    def axis_names(self) -> frozenset[AxisName]: ...
-
-    @property
-    def axes(self) -> tuple[tuple[AxisName, ...], ...]: ...
-
-    def take(self, part: Leaf) -> Leaf:
-        """An instance's part of the leaf, as the function sees it."""
-
-    def put(self, value: Leaf) -> Leaf:
-        """An instance's part of the leaf, of the value that the function returned."""
-
-
 def is_spec(node: object) -> bool:
     """Whether `node` is a spec. `None` is one: it means "not sharded"."""
     return node is None or isinstance(node, PartitionSpec | PerShard)
@@ -154,3 +122,67 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 def entry_of(names: tuple[AxisName, ...]) -> AxisName | tuple[AxisName, ...] | None:
     """The entry of a spec for an array axis that these mesh axes split, in its shortest spelling."""
     return None if not names else names[0] if len(names) == 1 else names
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpecPlacement:
+    """The placement of one leaf on a mesh.
+
+    **Attributes:**
+
+    - `spec`: the spec in its shortest spelling.
+    - `written`: the spec as the user wrote it. One with more entries than an array has axes is a mistake,
+        whatever the entries.
+    - `axis`: the array axis that shards see the leaf without; `None` if there is none.
+    - `axes`: the mesh axes that split each array axis, one entry for each of the spec's.
+    - `axis_names`: all of these: the axes over which the leaf's parts are kept apart.
+    """
+
+    spec: PartitionSpec = dataclasses.field(init=False)
+    written: PartitionSpec = dataclasses.field(compare=False)
+    axis: int | None = None
+    axes: tuple[tuple[AxisName, ...], ...] = dataclasses.field(init=False, compare=False)
+    axis_names: frozenset[AxisName] = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", canonical(self.written))
+        object.__setattr__(self, "axes", written_axes(self.written))
+        object.__setattr__(self, "axis_names", mentioned(self.spec))
+
+    def take(self, shard: Leaf) -> Any:
+        """What the shard sees of its part."""
+        return shard if self.axis is None else jax.lax.squeeze(shard, (self.axis,))
+
+    def put(self, value: Leaf) -> Any:
+        """The part that a shard's value becomes."""
+        return value if self.axis is None else jax.lax.expand_dims(value, (self.axis,))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LanePlacement:
+    """The axis of one leaf that `vmap` takes away inside; `None` where all lanes share it.
+
+    **Attributes:**
+
+    - `axis_names`: the axis over which the leaf's parts are kept apart, if any.
+    """
+
+    axis: int | None
+    axis_names: frozenset[AxisName]
+
+    # These belong to a placement on a mesh.
+    spec: ClassVar[Any] = None
+    written: ClassVar[Any] = None
+    axes: ClassVar[tuple[()]] = ()
+
+    def take(self, part: Leaf) -> Any:
+        """What the lane sees of its part: `vmap` has taken the axis away."""
+        return part
+
+    def put(self, value: Leaf) -> Any:
+        """The part that a lane's value becomes: `vmap` will add the axis."""
+        return value
+
+
+Placement: TypeAlias = SpecPlacement | LanePlacement
+"""The placement of one leaf: on a mesh, or over lanes. Both classes have the same attributes."""

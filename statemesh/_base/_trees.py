@@ -100,6 +100,10 @@ def is_removed(node: object) -> bool:
     return isinstance(node, Removed)
 
 
+def is_state_or_removed(node: object) -> bool:
+    return isinstance(node, StateNode | Removed)
+
+
 def path_str(path: KeyPath, root: str = "") -> str:
     """`root` followed by `path`; without a root the leading dot goes."""
     return (root + jax.tree_util.keystr(path)).removeprefix(".")

@@ -23,7 +23,7 @@ from ._arguments import Input
 
 SIZE = 16
 
-_PLAIN = (str, bytes, int, float, complex, type(None), np.dtype, jax.sharding.PartitionSpec)
+_PRINTED = (str, bytes, int, float, complex, type(None), np.dtype, jax.sharding.PartitionSpec)
 
 
 def is_own(x: Leaf) -> bool:
@@ -131,7 +131,7 @@ def _parameter(value: Any, body: Any) -> str:
         case int() | float() | complex():
             # JAX has numbers of its own, which are printed with their dtypes.
             return repr(np.asarray(value).item())
-        case _ if isinstance(value, _PLAIN):
+        case _ if isinstance(value, _PRINTED):
             return repr(value)
         case tuple() | list():
             return f"({', '.join(_parameter(x, body) for x in value)})"
@@ -158,19 +158,6 @@ def _sorted_in_braces(text: str) -> str:
     return re.sub(r"\{([^{}]*,[^{}]*)\}", in_order, text)
 
 
-def of_printed(value: object) -> bytes:
-    """The digest of the words with which a value and its type are printed.
-
-    Not of where objects lie in memory. And not of the order of words where a set may be printed: sets of
-    strings have another one in each process.
-    """
-    text = without_addresses(f"{type(value).__qualname__} {value!r}")
-    words = re.findall(r"\w+|[^\w\s]", text)
-    return digest("\n".join(sorted(words) if "{" in text else words).encode())
-
-
-Traced: TypeAlias = jax.stages.Traced
-
 _NO_MESH = AbstractMesh((), ())
 
 # A path, the value, and its digest.
@@ -182,7 +169,14 @@ def array_passed(path: str, x: Leaf) -> Passed:
 
 
 def static_passed(path: str, value: Leaf) -> Passed:
-    return path, value, of_printed(value)
+    """A static leaf, compared by the words with which it and its type are printed.
+
+    Where a set may be printed the order of the words does not count: sets of strings have another one in each
+    process.
+    """
+    text = without_addresses(f"{type(value).__qualname__} {value!r}")
+    words = re.findall(r"\w+|[^\w\s]", text)
+    return path, value, digest("\n".join(sorted(words) if "{" in text else words).encode())
 
 
 def structure_passed(treedef: PyTreeDef, paths: Sequence[str]) -> Passed:
@@ -197,7 +191,7 @@ def check_alike(name: str, mesh: Mesh, passed: Sequence[Passed]) -> None:
 
     **Raises:** `StructureError` in all processes, naming what differs.
     """
-    counts, differing = _compared(mesh, [passed_digest for *_, passed_digest in passed])
+    counts, differing = _differing(mesh, [passed_digest for *_, passed_digest in passed])
     if differing:
         # Where one process passes more than another, no value stands beside its like.
         named = [passed[k][:2] for k in differing] if len(counts) == 1 else []
@@ -239,7 +233,9 @@ def check_placements(name: str, mesh: Mesh, inputs: Sequence[Input]) -> None:
         )
 
 
-def traced_alike(name: str, mesh: Mesh, trace: Callable[[], Traced]) -> Traced:
+def traced_alike(
+    name: str, mesh: Mesh, trace: Callable[[], jax.stages.Traced]
+) -> jax.stages.Traced:
     """What `trace` returns, if every process with devices of the mesh has traced the same program.
 
     A process whose trace fails tells the others, so that none of them waits for it.
@@ -280,7 +276,7 @@ _SHOWN = 300
 
 def _first_difference(mesh: Mesh, lines: Sequence[str]) -> tuple[int, Mapping[str, Sequence[int]]]:
     """The number of the first line that differs, and the processes that have each form of it, if any does."""
-    _, differing = _compared(mesh, [digest(line.encode()) for line in lines])
+    _, differing = _differing(mesh, [digest(line.encode()) for line in lines])
     if not differing:
         return 0, {}
     at = differing[0]
@@ -294,7 +290,7 @@ def _first_difference(mesh: Mesh, lines: Sequence[str]) -> tuple[int, Mapping[st
     return at + 1, by_process
 
 
-def _compared(mesh: Mesh, digests: Sequence[bytes]) -> tuple[set[int], list[int]]:
+def _differing(mesh: Mesh, digests: Sequence[bytes]) -> tuple[set[int], list[int]]:
     """How many digests the processes have, and the numbers of those that differ.
 
     All processes with devices of the mesh have to call this at the same time. They exchange a few bytes if

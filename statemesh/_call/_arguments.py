@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from .._base import _errors as errors
-from .._base._checks import check_function, is_masked, is_shaped
+from .._base._checks import is_masked, is_shaped
 from .._base._errors import (
     BatchAxisError,
     SpecError,
@@ -29,7 +29,7 @@ from .._jax import _compat as compat
 from .._jax._compat import tree_util
 
 
-class _Same:
+class _Hashed:
     """A value, equal to others of its type that say so.
 
     The hash is taken once: an object whose hash changes later counts as another value.
@@ -45,7 +45,7 @@ class _Same:
         return self.hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same) or self.hash != other.hash:
+        if not isinstance(other, _Hashed) or self.hash != other.hash:
             return False
         mine, theirs = self.value, other.value
         return mine is theirs or _equal(mine, theirs)
@@ -75,10 +75,14 @@ def token(value: Leaf) -> Hashable:
     if not is_hashable(value):
         raise TypeError(f"{type(value).__name__}")
     # Equal fields may still compute otherwise: 1 and 1.0, 0.0 and -0.0.
-    return kind, _Same(value), *[token(part) for part in _compared(value) if is_hashable(part)]
+    return (
+        kind,
+        _Hashed(value),
+        *[token(part) for part in _compared_fields(value) if is_hashable(part)],
+    )
 
 
-def _compared(value: Leaf) -> list[object]:
+def _compared_fields(value: Leaf) -> list[object]:
     """What a frozen dataclass is compared by."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     if parameters is None or not (parameters.frozen and parameters.eq):
@@ -103,7 +107,7 @@ def may_change(value: object) -> bool:
         return True
     if isinstance(value, tuple | frozenset):
         return any(map(may_change, value))
-    if parts := _compared(value):
+    if parts := _compared_fields(value):
         return any(map(may_change, parts))
     in_c = isinstance(type(value).__hash__, types.WrapperDescriptorType)
     return not (in_c or isinstance(value, enum.Enum))
@@ -359,48 +363,30 @@ class _Box:
         return repr(self.value)
 
 
-class Boxes:
-    """Puts static arguments into boxes, and opens them for the function.
+def boxed(fun: Fun, static: Sequence[int], args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """The arguments of a function, those at the `static` positions in boxes."""
+    if bad := [i for i in static if not -len(args) <= i < len(args)]:
+        raise bad_argnums("static_broadcasted_argnums", bad, len(args))
+    in_boxes = list(args)
+    for i in static:
+        try:
+            hash(args[i])
+        except TypeError:
+            path = positional_names(fun, len(args))[i]
+            raise BatchAxisError(
+                f"{fun_name(fun)}: {path} is {describe(args[i])} of type {type(args[i]).__name__}, "
+                "which cannot be hashed, but static_broadcasted_argnums names it. Each value of a "
+                "static argument has a compiled program of its own, found by its hash. Pass a value "
+                "that can be hashed; or, for an array that all lanes share, give None in in_axes "
+                "instead."
+            ) from None
+        in_boxes[i] = _Box(args[i])
+    return tuple(in_boxes)
 
-    **Arguments:**
 
-    - `fun`: the function.
-    - `static`: positions of the static arguments.
-    """
-
-    def __init__(self, fun: Fun, static: Sequence[int]) -> None:
-        self.fun = fun
-        self.static = static
-        check_function("pmap2", fun)
-
-        def opened(*args: PyTree, **kwargs: PyTree) -> Any:
-            return fun(*self.open(args), **kwargs)
-
-        self.opened: Fun = functools.update_wrapper(opened, fun)
-
-    def __call__(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """The arguments, the static ones in boxes."""
-        if bad := [i for i in self.static if not -len(args) <= i < len(args)]:
-            raise bad_argnums("static_broadcasted_argnums", bad, len(args))
-        boxed = list(args)
-        for i in self.static:
-            try:
-                hash(args[i])
-            except TypeError:
-                path = positional_names(self.fun, len(args))[i]
-                raise BatchAxisError(
-                    f"{fun_name(self.fun)}: {path} is {describe(args[i])} of type {type(args[i]).__name__}, "
-                    "which cannot be hashed, but static_broadcasted_argnums names it. Each value of a "
-                    "static argument has a compiled program of its own, found by its hash. Pass a value "
-                    "that can be hashed; or, for an array that all lanes share, give None in in_axes "
-                    "instead."
-                ) from None
-            boxed[i] = _Box(args[i])
-        return tuple(boxed)
-
-    def open(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """The arguments as they were."""
-        return tuple(x.value if isinstance(x, _Box) else x for x in args)
+def opened(args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    """The arguments as they were before some of them were put into boxes."""
+    return tuple(x.value if isinstance(x, _Box) else x for x in args)
 
 
 class Statics:

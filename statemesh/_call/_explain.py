@@ -19,7 +19,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -37,7 +36,8 @@ from .._jax._frames import without_own_frames
 from .._state._state import states_of
 from ._arguments import Call, Unit
 from ._call import Pipeline, watching
-from ._packing import Packing
+from ._layout import dtype_of
+from ._packed import Packing
 from ._program import Program
 from ._write_back import Output, WriteBack
 
@@ -261,7 +261,7 @@ class CallRecord:
         """
         position = unit.positions[k]
         placement = self._inputs[position].placement
-        shape, dtype = np.shape(leaf), _dtype(leaf)
+        shape, dtype = np.shape(leaf), dtype_of(leaf)
         shard_shape, held = self._part(shape, dtype, placement)
         hosted = isinstance(leaf, np.ndarray | np.generic)
         kind = "NumPy array" if hosted else "array" if unit.shaped else "number"
@@ -372,10 +372,3 @@ def _leaf_path(unit: Unit, k: int) -> str:
     marked = unit.treedef.unflatten(range(len(unit.positions)))
     keys, _ = jax.tree_util.tree_flatten_with_path(marked)[0][k]
     return path_str(keys, unit.path)
-
-
-def _dtype(leaf: Leaf) -> Any:
-    """The dtype that a leaf has on a device."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)

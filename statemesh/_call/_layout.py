@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import SpecError, counted, error_listing, mesh_str, quoted, spec_str
-from .._base._specs import Placement, canonical, only, spec_axes
+from .._base._specs import Placement, SpecPlacement, canonical, only, spec_axes
 from .._base._trees import describe, is_packed, is_state, is_state_or_packed, path_str
 from .._base._types import (
     NUMBERS,
@@ -39,19 +39,20 @@ from ._agreement import (
 )
 from ._arguments import Input, check_alive, check_valued
 from ._memory import UNSHARED, copied, memory
-from ._mesh import check_mesh, check_specs, manual_names
-from ._specs import (
+from ._mesh_and_specs import (
     UNDECLARED,
     OfStates,
-    SpecPlacement,
     broadcast_specs,
+    check_mesh,
+    check_specs,
     check_state_specs,
     choose_specs,
+    manual_names,
     own_placements,
     placement,
     specs_of_states,
 )
-from ._varying import FromDataflow, FromTypes, VaryingAxes
+from ._tracing import FromDataflow, FromTypes, VaryingAxes
 
 
 _is_deleted = methodcaller("is_deleted")
@@ -206,7 +207,7 @@ class OnMesh:
         for i, (k, target) in enumerate(zip(misplaced, targets, strict=True)):
             # The owner of a NumPy array may write to it while the program still reads it.
             if k in self.hosted or (self.donating and k not in renamed):
-                sources[i] = apart(sources[i], target)
+                sources[i] = unshared(sources[i], target)
         if self.shared is None:
             moved = jax.device_put(sources, targets)
         else:
@@ -277,10 +278,10 @@ class OnMesh:
                 continue
             if shown[k] is not x:
                 if isinstance(x, jax.Array) and not self.donating:
-                    source = apart(x, target)
+                    source = unshared(x, target)
                     results[k] = shown[k] if source is x else self._put(source, k)
             elif not (self.inputs[k].stateful or is_laid_out(x, target, self._names)):
-                results[k] = self._put(apart(x, target), k)
+                results[k] = self._put(unshared(x, target), k)
         return results
 
     def placed(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
@@ -314,7 +315,7 @@ class OnMesh:
             return traced_onto(x, target, self._names)
         if isinstance(x, jax.Array) and lies_right(x, target, self._names):
             return x
-        return onto(x if isinstance(x, jax.Array) else apart(x, target), target)
+        return onto(x if isinstance(x, jax.Array) else unshared(x, target), target)
 
     def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes on the mesh, to lower the program with."""
@@ -322,9 +323,7 @@ class OnMesh:
         abstract = list(arrays)
         for k, (x, target) in enumerate(zip(arrays, self.targets, strict=True)):
             if target is not None:
-                of_numpy = isinstance(x, np.ndarray | np.generic)
-                dtype = jax.dtypes.canonicalize_dtype(x.dtype) if of_numpy else x.dtype
-                abstract[k] = jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=target)
+                abstract[k] = jax.ShapeDtypeStruct(np.shape(x), dtype_of(x), sharding=target)
         return abstract
 
     def count(self, arrays: Sequence[Leaf]) -> int | None:
@@ -362,6 +361,13 @@ class OnMesh:
     def own_parts(self, outputs: list[Leaf], placements: Sequence[Placement]) -> list[Leaf]:
         """The outputs as this process's callers get them."""
         return outputs
+
+
+def dtype_of(leaf: Leaf) -> Any:
+    """The dtype that a leaf has on a device."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
 
 
 def check_shapes(
@@ -505,7 +511,7 @@ def onto(x: Leaf, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
 
 
-def apart(x: Leaf, target: Sharding) -> Any:
+def unshared(x: Leaf, target: Sharding) -> Any:
     """`x`, or a copy if JAX would lay it out as `target` in the memory that `x` already has.
 
     `jax.device_put` takes a part that lies on one of the devices for the part to be put there, and on the

@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
@@ -14,12 +14,11 @@ from .._base._trees import fun_name
 from .._base._types import AnyMesh, Fun, Params, PyTree, Result
 from .._explain._explanation import Explanation
 from .._jax._frames import leave_out_own, without_own_frames
-from ._arguments import Boxes
+from ._arguments import boxed, opened
 from ._call import Pipeline
 from ._explain import explain_call
 from ._program import Lowered
-from ._rules import Declared
-from ._spec_rules import SpecRules
+from ._rules import Declared, SpecRules
 
 
 Others = ParamSpec("Others")
@@ -81,7 +80,6 @@ class StatefulMapping(Generic[Params, Result]):
         "__weakref__",
         "__wrapped__",
         "_bound",
-        "_boxes",
         "_declared",
         "_pipeline",
     )
@@ -91,11 +89,9 @@ class StatefulMapping(Generic[Params, Result]):
         declared: Declared,
         pipeline: Pipeline | None = None,
         bound: tuple[PyTree, ...] = (),
-        boxes: Boxes | None = None,
     ) -> None:
-        fun = declared.fun if boxes is None else boxes.fun
+        fun = declared.fun
         self._declared = declared
-        self._boxes = boxes
         self.__wrapped__ = fun
         self.__name__ = fun_name(fun)
         self.__qualname__ = getattr(fun, "__qualname__", self.__name__)
@@ -128,7 +124,7 @@ class StatefulMapping(Generic[Params, Result]):
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         all_args: tuple[PyTree, ...] = args
         try:
-            if self._bound or self._boxes is not None:
+            if self._bound or self._declared.static:
                 all_args = self._all(args)
             result: Result = self._pipeline.call(all_args, kwargs)
         except Exception as error:
@@ -137,8 +133,8 @@ class StatefulMapping(Generic[Params, Result]):
         return result
 
     def _all(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        args = self._bound + args
-        return args if self._boxes is None else self._boxes(args)
+        args, declared = self._bound + args, self._declared
+        return boxed(declared.fun, declared.static, args) if declared.static else args
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
@@ -154,7 +150,7 @@ class StatefulMapping(Generic[Params, Result]):
         return self if instance is None else self._with((instance,))
 
     def _with(self, bound: tuple[PyTree, ...]) -> "StatefulMapping":
-        return StatefulMapping(self._declared, self._pipeline, bound, self._boxes)
+        return StatefulMapping(self._declared, self._pipeline, bound)
 
     # Copies share the compiled programs. Pickling leaves them out.
 
@@ -170,10 +166,7 @@ class StatefulMapping(Generic[Params, Result]):
         # `__main__` is another module in another process.
         if place[0] != "__main__" and self._is_at(*place):
             return _named, (*place, self._bound)
-        if self._boxes is None:
-            return StatefulMapping, (self._declared, None, self._bound)
-        declared = dataclasses.replace(self._declared, fun=self._boxes.fun)
-        return _boxed, (declared, self._bound, self._boxes.static)
+        return StatefulMapping, (self._declared, None, self._bound)
 
     def _is_at(self, module: Any, qualname: str) -> bool:
         try:
@@ -221,10 +214,7 @@ class StatefulMapping(Generic[Params, Result]):
 
         **Returns:** the positional arguments, as a tuple.
         """
-        placed = self._pipeline.place(self._all(args), kwargs)
-        if self._boxes is not None:
-            placed = self._boxes.open(placed)
-        return placed[len(self._bound) :]
+        return opened(self._pipeline.place(self._all(args), kwargs))[len(self._bound) :]
 
     @without_own_frames
     def unsharded(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
@@ -274,7 +264,7 @@ class StatefulMapping(Generic[Params, Result]):
             )
         rules = dataclasses.replace(rules, mesh=mesh)
         declared = dataclasses.replace(self._declared, rules=rules, donate="none")
-        return StatefulMapping(declared, None, self._bound, self._boxes)
+        return StatefulMapping(declared, None, self._bound)
 
     def __repr__(self) -> str:
         return f"<statemesh mapping of {self.__qualname__}>"
@@ -305,9 +295,3 @@ def _attributes(fun: Fun) -> dict[str, Any]:
 def _named(module: str, qualname: str, bound: tuple[PyTree, ...]) -> StatefulMapping:
     mapping: StatefulMapping = attrgetter(qualname)(importlib.import_module(module))
     return mapping._with(bound) if bound else mapping
-
-
-def _boxed(declared: Declared, bound: tuple[PyTree, ...], static: Sequence[int]) -> StatefulMapping:
-    boxes = Boxes(declared.fun, static)
-    declared = dataclasses.replace(declared, fun=boxes.opened)
-    return StatefulMapping(declared, None, bound, boxes)

@@ -30,11 +30,18 @@ from .._jax._compat import tree_util
 from .._jax._dataflow import sources
 from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
-from ._arguments import Call, Input, inside_modules
+from ._arguments import Call, Input, inside_modules, opened
 from ._layout import rank_item
-from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
-from ._rules import Declared, Diverged, Mistakes, Rules, Varying
-from ._varying import VaryingAxes
+from ._rules import Declared, Mistakes, Rules, Varying, in_order
+from ._tracing import (
+    Entered,
+    VaryingAxes,
+    find_origins,
+    has_same_leaves,
+    leaves_of,
+    links_for,
+    values,
+)
 from ._write_back import Forwarded, Merged, Output, Static, WriteBack
 
 
@@ -121,7 +128,7 @@ class Instance:
 
     def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.call.unit_def.unflatten(units)
-        return self.declared.fun(*args, **kwargs)
+        return self.declared.fun(*opened(args), **kwargs)
 
     def _leave(
         self,
@@ -255,7 +262,7 @@ class Instance:
                 "Hint: each shard holds a part of these parameters",
                 first_items(items),
                 "Make them whole before they are used, as parameters that fsdp has split are: "
-                f"`model = sm.gather(model, {axes_argument(self.rules.in_order(axes))!r})`.",
+                f"`model = sm.gather(model, {axes_argument(in_order(self.rules, axes))!r})`.",
             )
         met = [
             (state, unit.path, part, placement)
@@ -377,7 +384,7 @@ class Leaving:
         self._look_at_states(writing)
         over = [self._axes_to_merge(written) for written in writing]
         for written, axes_of_leaves in zip(writing, over, strict=True):
-            axes = self.rules.in_order(NO_AXES.union(*axes_of_leaves))
+            axes = in_order(self.rules, NO_AXES.union(*axes_of_leaves))
             reduce = written.state.reduce
             if axes and not (reduce is None and type(written.state).leave is State.leave):
                 policy = reduce if isinstance(reduce, str) else errors.policy_name(written.state)
@@ -392,11 +399,8 @@ class Leaving:
             for written, axes_of_leaves in zip(writing, over, strict=True)
         ]
 
-        def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
-            return _all_left(pairs, over)
-
         pairs = [(written.state, written.entered and written.entered.old) for written in writing]
-        states: list[State] = self.varying.run(leave_all, pairs)
+        states: list[State] = self.varying.run(functools.partial(_all_left, over), pairs)
         merged: list[Written] = []
         for written, state in zip(writing, states, strict=True):
             auxiliary = len(leaves_of(state)) - len(written.placements)
@@ -406,7 +410,7 @@ class Leaving:
         return merged
 
     def _one_copy(self, x: Leaf, placement: Placement) -> Leaf:
-        same = self.rules.in_order(self.varying.same_over(x) - placement.axis_names)
+        same = in_order(self.rules, self.varying.same_over(x) - placement.axis_names)
         return one_copy(x, same) if same else x
 
     def _axes_to_merge(self, written: Written) -> list[tuple[AxisName, ...]]:
@@ -420,7 +424,7 @@ class Leaving:
         if not isinstance(written.state.reduce, str):
             union = NO_AXES.union(*axes)
             axes = [union - placement.axis_names for _, placement in pairs]
-        return list(map(self.rules.in_order, axes))
+        return [in_order(self.rules, names) for names in axes]
 
     def state(self, written: Written) -> State:
         """One written state on its way out, `Output`s and `Forwarded`s in place of its arrays."""
@@ -435,10 +439,10 @@ class Leaving:
             if elsewhere is None:
                 is_new = entered is None and isinstance(written.state, ParamState)
                 self.mistakes.diverged.append(
-                    Diverged(
+                    Varying(
                         written.path,
                         written.state,
-                        self.rules.in_order(still),
+                        in_order(self.rules, still),
                         placement.spec,
                         written.declared,
                         is_new,
@@ -471,7 +475,7 @@ class Leaving:
             return Forwarded(number)
         output = self._emit(x, placement, path)
         if still := self._mistaken(x, placement):
-            axes = self.rules.in_order(still)
+            axes = in_order(self.rules, still)
             self.mistakes.varying.append(Varying(path, x, axes, placement.spec))
         if in_module:
             self.outputs[output.index] = strong(self.outputs[output.index])
@@ -527,14 +531,14 @@ class Leaving:
 
 
 def _all_left(
-    pairs: Sequence[tuple[State, State | None]], over: Sequence[Sequence[tuple[AxisName, ...]]]
+    over: Sequence[Sequence[tuple[AxisName, ...]]], *pairs: tuple[State, State | None]
 ) -> list[State]:
     """States as they leave, each leaf merged over its own axes. Named policies merge all of theirs together.
 
     **Arguments:**
 
-    - `pairs`: each state, and as it came in; `None` for one made inside.
     - `over`: for each state the axes over which each of its leaves is merged.
+    - `pairs`: each state, and as it came in; `None` for one made inside.
     """
     writes = {
         k: Write(
@@ -557,8 +561,8 @@ def _all_left(
 
 def _leave_of(kind: type[State], axis_names: tuple[AxisName, ...]) -> Callable[..., State]:
     """How states of a kind leave. Some merge microbatches in another way than shards."""
-    own_way = kind._of_microbatches is not State._of_microbatches
-    return kind._of_microbatches if own_way and axis_names == (MICROBATCHES,) else kind.leave
+    overrides = kind._of_microbatches is not State._of_microbatches
+    return kind._of_microbatches if overrides and axis_names == (MICROBATCHES,) else kind.leave
 
 
 def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:
@@ -576,12 +580,12 @@ def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]])
     return filled(first, leaves)
 
 
-def checked_state(made: object, state: State, method: str) -> State:
+def checked_state(returned: object, state: State, method: str) -> State:
     """The state that a kind's `enter` or `leave` returned; an error for anything else."""
-    if not isinstance(made, State):
+    if not isinstance(returned, State):
         name = f"{type(state).__name__}.{method}"
-        raise errors.method_returned(name, made, "a State", "return self.set(value)")
-    return made
+        raise errors.method_returned(name, returned, "a State", "return self.set(value)")
+    return returned
 
 
 def filled(state: State, leaves: list[Leaf]) -> State:

@@ -35,7 +35,7 @@ from ._arguments import Call, Statics, bad_argnums, check_alive, tokens_at, unha
 from ._lanes import Layout, OtherShapes
 from ._layout import OnMesh
 from ._memory import Spared
-from ._packing import Packing, RunInstance
+from ._packed import Packing, RunInstance
 from ._per_shard import Instance
 from ._rules import Declared, Rules
 from ._write_back import WriteBack, picker

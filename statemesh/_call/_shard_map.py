@@ -20,8 +20,7 @@ from .._base._types import (
 )
 from .._jax import _compat as compat
 from ._mapping import Decorator, StatefulMapping, makes_mappings
-from ._rules import DONATE, Declared
-from ._spec_rules import SpecRules
+from ._rules import DONATE, Declared, SpecRules
 
 
 @overload

@@ -54,7 +54,11 @@ def groups_in(text: str, devices: int) -> Groups:
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
         return groups_over(sizes, re.findall(r"'([^']*)'", mesh[2]))
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _iota_groups(*iota.groups())
+        dims, whole = ([*map(int, text.split(","))] for text in iota.groups()[:2])
+        numbers = np.arange(math.prod(whole)).reshape(whole)
+        if iota[3] is not None:
+            numbers = numbers.transpose([*map(int, iota[3].split(","))])
+        return [tuple(group) for group in numbers.reshape(dims[0], -1).tolist()]
     if listed := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", text):
         return [tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", listed[1])]
     return [tuple(range(devices))]
@@ -77,16 +81,7 @@ def groups_over(shape: Mapping[AxisName, int], over: Sequence[AxisName]) -> Grou
     return [tuple(group) for group in groups.tolist()]
 
 
-def _iota_groups(dims: str, reshaped: str, order: str | None) -> Groups:
-    whole = tuple(map(int, reshaped.split(",")))
-    numbers = np.arange(math.prod(whole)).reshape(whole)
-    if order is not None:
-        numbers = numbers.transpose(tuple(map(int, order.split(","))))
-    groups = numbers.reshape(tuple(map(int, dims.split(","))))
-    return [tuple(group) for group in groups.reshape(len(groups), -1).tolist()]
-
-
-def axes_of(
+def axes_exchanged(
     groups: Sequence[Sequence[int]], shape: Mapping[AxisName, int]
 ) -> tuple[AxisName, ...] | None:
     """The mesh axes over which groups of devices exchange; `None` where no axes make these groups."""
@@ -190,12 +185,15 @@ class CompiledText:
 
     def parameters(self) -> list[tuple[str, int]]:
         """The name and the bytes of each argument of the program, in its order."""
-        numbered = [
-            (int(line["rest"].partition(")")[0]), self.source(line)[0], _bytes(line["result"]))
+        lines = {
+            int(line["rest"].partition(")")[0]): line
             for line in self.computations.get(self.entry, [])
             if line["opcode"] == "parameter"
+        }
+        return [
+            (self.source(line)[0], sum(part.bytes for part in parts_of(line["result"])))
+            for _, line in sorted(lines.items())
         ]
-        return [(name, size) for _, name, size in sorted(numbered)]
 
     def results(self) -> list[int]:
         """The bytes of each result of the program."""
@@ -292,10 +290,6 @@ def parts_of(result: str) -> list[Part]:
         Part(dtype, shape := tuple(map(int, re.findall(r"\d+", dims))), bytes_of(dtype, shape))
         for dtype, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", result))
     ]
-
-
-def _bytes(result: str) -> int:
-    return sum(part.bytes for part in parts_of(result))
 
 
 def bytes_of(dtype: str, shape: Sequence[int]) -> int:
@@ -441,7 +435,7 @@ def _added(
     _, (_, frames) = elements[0]
     return Collective(
         operation=instruction.opcode,
-        axes=axes_of(instruction.groups, sizes) or (),
+        axes=axes_exchanged(instruction.groups, sizes) or (),
         **dataclasses.asdict(instruction.runs),
         bytes=sum(instruction.sent(part) for part, _ in elements),
         arrays=tuple(str(part) for part, _ in elements),
@@ -500,7 +494,7 @@ def _summed(paths: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
 
 
 # A copy on every device is large from here on, in bytes.
-_LARGE = 16 * 2**20
+_LARGE_COPY = 16 * 2**20
 # What is laid out at each call is worth a word from here on.
 _WORTH_MOVING = 2**20
 
@@ -516,7 +510,7 @@ def advice(
     texts = []
     for row in leaves:
         whole = row.shape == row.shard_shape and row.kind not in ("array", "NumPy array", "number")
-        if count > 1 and whole and row.bytes >= _LARGE:
+        if count > 1 and whole and row.bytes >= _LARGE_COPY:
             texts.append(
                 f"{row.path} is copied to each of {count} devices, {bytes_str(row.bytes)} on each. "
                 "Give it a spec that splits it."

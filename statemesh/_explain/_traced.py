@@ -32,14 +32,10 @@ def frames_of(eqn: Equation) -> tuple[Frame, ...]:
     return tuple(frame for frame in frames if not frame[0].startswith(compat.JAX_FOLDER))
 
 
-def _is_users(frame: Frame) -> bool:
-    return not is_library(frame[0])
-
-
 def user_line(frames: Sequence[Frame]) -> str:
     """The user's innermost line, as `file:line`; the file from the working directory, if it is below it."""
     here = os.getcwd() + os.sep
-    lines = (f"{file.removeprefix(here)}:{k}" for file, k in frames if _is_users((file, k)))
+    lines = (f"{file.removeprefix(here)}:{k}" for file, k in frames if not is_library(file))
     return next(lines, "")
 
 

@@ -104,7 +104,7 @@ def control_flow(eqn: Equation) -> tuple[Any, ...] | None:
         case "reduce" | "reduce_window":
             # Their jaxpr joins two entries, and its results go into it again.
             return None
-    if (single := apart(eqn)) is not None:
+    if (single := unjoined(eqn)) is not None:
         return "call", single
     called = [
         open_jaxpr(j) for name in ("jaxpr", "call_jaxpr") if (j := params.get(name)) is not None
@@ -243,7 +243,7 @@ def _is_mapped_by_rule(eqn: Equation) -> bool:
     return eqn.primitive.name == "custom_vmap_call"
 
 
-def apart(eqn: Equation) -> Jaxpr | None:
+def unjoined(eqn: Equation) -> Jaxpr | None:
     """What an equation that reduces many arrays by few collectives does, with one for each array.
 
     `None` for any other equation.

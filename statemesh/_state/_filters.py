@@ -381,19 +381,18 @@ def _bind(predicate: Predicate, tree: PyTree) -> Predicate:
 
 def first_matches(
     filters: Sequence[Filter], roots: Sequence[tuple[str, PyTree]], what: str
-) -> list[list[int | None]]:
-    """For each state of each root, in order, the index of the first filter that matches it.
+) -> list[int | None]:
+    """For each state of the roots, in order, the index of the first filter that matches it.
 
     **Raises:** `StructureError` for a filter that matches no state of any root; `Everything`, `Nothing` and
     `Perhaps` may.
     """
     named = [_named(f) for f in filters]
     idle = [not isinstance(f, Everything | Nothing | Perhaps) for f in named]
-    matches: list[list[int | None]] = []
+    matches: list[int | None] = []
     states: list[tuple[str, object]] = []
     for root, tree in roots:
         bound = [_bind(f, tree) for f in named]
-        first: list[int | None] = []
         for path, state in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
             if not is_state(state):
                 continue
@@ -401,8 +400,7 @@ def first_matches(
             hits = [i for i, predicate in enumerate(bound) if predicate(path, state)]
             for i in hits:
                 idle[i] = False
-            first.append(hits[0] if hits else None)
-        matches.append(first)
+            matches.append(hits[0] if hits else None)
     if any(idle):
         unmatched = ", ".join(
             filter_str(f) for f, is_idle in zip(filters, idle, strict=True) if is_idle

@@ -1,7 +1,7 @@
 """Step 1: split trees into states and the rest, and join them again."""
 
 from .._base._errors import StructureError, error_listing, shortened
-from .._base._trees import REMOVED, is_removed, is_state, path_str, unpacked
+from .._base._trees import REMOVED, is_removed, is_state, is_state_or_removed, path_str, unpacked
 from .._base._types import Filter, Leaf, PyTree
 from .._jax._compat import tree_util
 from ._filters import first_matches
@@ -37,9 +37,8 @@ def partition(tree: PyTree, *filters: Filter) -> tuple[Leaf, ...]:
     """
     filters = filters or (...,)
     tree = unpacked(tree)
-    (matches,) = first_matches(filters, [("tree", tree)], "partition")
-    numbers = iter(matches)
-    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=_is_unit)
+    numbers = iter(first_matches(filters, [("tree", tree)], "partition"))
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=is_state_or_removed)
     # The number of the part that each leaf goes to; `None` for the rest.
     parts = [next(numbers) if is_state(leaf) else None for leaf in leaves]
     return tuple(
@@ -73,7 +72,7 @@ def combine(*trees: PyTree) -> PyTree:
         raise StructureError(
             "combine needs at least one tree: `combine(*partition(tree, filter))`."
         )
-    flat = [tree_util.tree_flatten_with_path(tree, is_leaf=_is_unit) for tree in trees]
+    flat = [tree_util.tree_flatten_with_path(tree, is_leaf=is_state_or_removed) for tree in trees]
     for k, (_, treedef) in enumerate(flat[1:], start=1):
         if treedef != flat[0][1]:
             path, first, other = _where_they_part(trees[0], trees[k])
@@ -122,29 +121,25 @@ def states(tree: PyTree, filter: Filter = ...) -> dict[str, State]:
         ```
     """
     tree = unpacked(tree)
-    (matches,) = first_matches((filter,), [("tree", tree)], "states")
+    matches = first_matches((filter,), [("tree", tree)], "states")
     flat = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
     listed = [(path_str(path), leaf) for path, leaf in flat if is_state(leaf)]
     return {path: x for (path, x), match in zip(listed, matches, strict=True) if match is not None}
 
 
-def _is_unit(node: PyTree) -> bool:
-    return is_state(node) or is_removed(node)
-
-
 def _where_they_part(a: PyTree, b: PyTree, path: str = "") -> tuple[str, PyTree, PyTree]:
     """The first path at which the nodes of two trees differ, and both nodes."""
     kids_a, def_a = tree_util.tree_flatten_with_path(
-        a, is_leaf=lambda node: node is not a or _is_unit(node)
+        a, is_leaf=lambda node: node is not a or is_state_or_removed(node)
     )
     kids_b, def_b = tree_util.tree_flatten_with_path(
-        b, is_leaf=lambda node: node is not b or _is_unit(node)
+        b, is_leaf=lambda node: node is not b or is_state_or_removed(node)
     )
     if def_a != def_b:
         return path, a, b
     for (key, kid_a), (_, kid_b) in zip(kids_a, kids_b, strict=True):
         inside_a, inside_b = (
-            tree_util.tree_structure(kid, is_leaf=_is_unit) for kid in (kid_a, kid_b)
+            tree_util.tree_structure(kid, is_leaf=is_state_or_removed) for kid in (kid_a, kid_b)
         )
         if inside_a != inside_b:
             return _where_they_part(kid_a, kid_b, path + path_str(key, "tree").removeprefix("tree"))

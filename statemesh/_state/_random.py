@@ -60,7 +60,7 @@ def advance(key: Array) -> tuple[Array, Array]:
     return _of(rest, key), _of(drawn, key)
 
 
-def folded(key: Array, number: ArrayLike) -> Array:
+def numbered_key(key: Array, number: ArrayLike) -> Array:
     """A key of its own for each number."""
     return _of(jax.random.fold_in(_seed(key), number), key)
 
@@ -430,7 +430,7 @@ class RandomState(State):
         line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
 
         def of_shard(key: Leaf) -> PyTree:
-            other = folded(folded(again(key), line), shard)
+            other = numbered_key(numbered_key(again(key), line), shard)
             first = again(compat.vary(again(key), compat.varying(shard)))
             return again(jnp.where(shard == 0, first, other))
 
@@ -461,7 +461,7 @@ class RandomState(State):
         """Keys for another number of shards: those of the first shards stay, and further ones are made of the
         first."""
         new = jnp.arange(len(value), count)
-        further = [folded(folded(value[0], _NEW_SHARDS), k) for k in new]
+        further = [numbered_key(numbered_key(value[0], _NEW_SHARDS), k) for k in new]
         return jnp.stack([*value[:count], *further])
 
     def _advanced(self: R, value: PyTree) -> R:

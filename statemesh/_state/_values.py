@@ -144,7 +144,14 @@ def _in_dtype_of(old: PyTree, new: PyTree) -> PyTree:
 
 def conform(old_value: PyTree, value: PyTree, label: str) -> PyTree:
     """`value` in the dtypes of the old value, or an error that names what differs."""
-    if _is_alike(old_value, value):
+    # The usual case, an array that needs no change, needs no trees.
+    if (
+        isinstance(old_value, jax.Array)
+        and isinstance(value, jax.Array)
+        and old_value.shape == value.shape
+        and old_value.dtype == value.dtype
+        and not getattr(value, "weak_type", False)
+    ):
         return value
     old, old_def = tree_util.tree_flatten_with_path(old_value)
     new, new_def = _array_leaves(value)
@@ -305,17 +312,6 @@ def check_reducible(value: PyTree, how: Reduce) -> None:
             raise StatemeshError(
                 f"reduce={how!r} cannot merge values of dtype {leaf.dtype}. {remedy}"
             )
-
-
-def _is_alike(old: PyTree, new: PyTree) -> bool:
-    """Whether both are arrays and the new one needs no change. It is the usual case, and needs no trees."""
-    return (
-        isinstance(old, jax.Array)
-        and isinstance(new, jax.Array)
-        and old.shape == new.shape
-        and old.dtype == new.dtype
-        and not getattr(new, "weak_type", False)
-    )
 
 
 def _value_path(path: KeyPath) -> str:

@@ -163,7 +163,15 @@ def read_record(folder: pathlib.Path) -> Record:
         record: Record = sealed["record"]
         whole = sealed["crc32"] == _crc(record) and isinstance(record["version"], int)
     except (FileNotFoundError, NotADirectoryError):
-        raise _no_checkpoint(folder) from None
+        if steps := steps_in(folder):
+            raise CheckpointError(
+                f"load: {folder} holds the steps {', '.join(map(str, steps))}, and is no checkpoint itself. "
+                "Write Checkpoints(folder).load(like), or give the folder of a step."
+            ) from None
+        raise CheckpointError(
+            f"load: {folder} is no checkpoint that statemesh.checkpoint saved, or it was not saved to its "
+            "end. Give the folder that was given to `save`."
+        ) from None
     except OSError as reason:
         raise CheckpointError(f"load: {folder / METADATA} cannot be read: {reason}") from reason
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -176,18 +184,6 @@ def read_record(folder: pathlib.Path) -> Record:
     if not (whole and _is_well_formed(record)):
         raise _altered(folder, [(METADATA, "", "other content")])
     return record
-
-
-def _no_checkpoint(folder: pathlib.Path) -> CheckpointError:
-    if steps := steps_in(folder):
-        return CheckpointError(
-            f"load: {folder} holds the steps {', '.join(map(str, steps))}, and is no checkpoint itself. "
-            "Write Checkpoints(folder).load(like), or give the folder of a step."
-        )
-    return CheckpointError(
-        f"load: {folder} is no checkpoint that statemesh.checkpoint saved, or it was not saved to its end. "
-        "Give the folder that was given to `save`."
-    )
 
 
 def _is_well_formed(record: Record) -> bool:

@@ -17,15 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from .._base import _errors as errors
 from .._base._checks import is_key, is_shaped
 from .._base._errors import StructureError, error_listing
-from .._base._specs import only
+from .._base._specs import SpecPlacement, only
 from .._base._trees import describe_leaf, is_packed, is_state, path_str, unpacked
 from .._base._types import NUMBERS, Leaf, PyTree
 from .._call._agreement import check_same_arrays, is_own
 from .._call._arguments import inside_modules
 from .._call._layout import check_concrete, onto, shardings
-from .._call._mesh import check_mesh, not_a_mesh
+from .._call._mesh_and_specs import check_mesh, not_a_mesh, own_placements
 from .._call._packed import Packed, packed_placements, repack, shapes_of, with_models
-from .._call._specs import SpecPlacement, own_placements
 from .._jax._compat import concrete_context_mesh, tree_util
 from .._state._state import State
 from . import _files as files

@@ -19,9 +19,9 @@ from ._running import (
     AveragedWeights,
     RunningMean,
     bad_setting,
-    check_alike,
     check_number,
     check_numeric,
+    check_same_shapes,
     moved,
 )
 
@@ -106,7 +106,7 @@ class Average(Module):
         if weight_shape:
             raise bad_setting("Average", "weight.shape", weight_shape, "that of a number, ()")
         means = self.running.value["mean"]
-        check_alike("Average", "values", means, values)
+        check_same_shapes("Average", "values", means, values)
         return jax.tree.map(lambda mean, x: jnp.asarray(x, mean.dtype), means, values)
 
 
@@ -230,7 +230,7 @@ class EMA(Module):
         original, model = model, unpacked(model)
         new = trainable(model, self.wrt)
         bare = (jax.tree.map(_bare, tree, is_leaf=is_state) for tree in (self.averages, new))
-        check_alike("EMA", "model", *bare)
+        check_same_shapes("EMA", "model", *bare)
         return original, model, new
 
 

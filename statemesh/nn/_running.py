@@ -79,7 +79,7 @@ def is_numeric(leaf: Leaf) -> bool:
     return is_array_or_number(leaf) or is_shaped(leaf)
 
 
-def check_alike(layer: str, what: str, old: PyTree, new: PyTree) -> None:
+def check_same_shapes(layer: str, what: str, old: PyTree, new: PyTree) -> None:
     """Refuse `new`, which the user calls `what`, unless it has the arrays and shapes of `old`."""
     then, now = (
         {path_str(path, what): leaf for path, leaf in tree_util.tree_flatten_with_path(tree)[0]}

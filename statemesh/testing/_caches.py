@@ -118,7 +118,7 @@ _HOLDERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 _Apart = tuple[Hashable, Iterable[Any]]
 
 
-class _Unknown(Exception):
+class _NoKey(Exception):
     """What a value is cannot be told from what it was."""
 
 
@@ -152,7 +152,7 @@ def environment(*values: Any) -> Hashable | None:
             met[id(x)] = len(met), x
             try:
                 key, held = _taken_apart(x)
-            except _Unknown:
+            except _NoKey:
                 return None
             if len(met) > _MOST_OBJECTS:
                 return None
@@ -208,7 +208,7 @@ def _taken_apart(x: Any) -> _Apart:
 
 def _array_apart(x: Any) -> _Apart:
     if isinstance(x, jax.core.Tracer):
-        raise _Unknown
+        raise _NoKey
     is_large = isinstance(x, jax.Array) and (x.size > _SMALL or not x.is_fully_addressable)
     if is_large or (isinstance(x, jax.Array) and x.is_deleted()):
         return _ValueKey(x, id), ()
@@ -218,7 +218,7 @@ def _array_apart(x: Any) -> _Apart:
     if numbers.dtype.hasobject:
         return key, numbers.reshape(-1).tolist()
     if numbers.nbytes > _MOST_BYTES:
-        raise _Unknown
+        raise _NoKey
     data = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).tobytes()
     return (key, hashlib.blake2b(data, digest_size=16).digest()), ()
 
@@ -238,7 +238,7 @@ def _object_apart(x: Any) -> _Apart:
     if whole and is_value and not dataclasses.is_dataclass(x):
         return _ValueKey(x), ()
     if held is None or isinstance(x, Iterator) or is_reference:
-        raise _Unknown
+        raise _NoKey
     return kind, (kind, held)
 
 

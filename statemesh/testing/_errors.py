@@ -1,6 +1,6 @@
 """Every error that `statemesh.testing` raises, except the report of a failed check."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, get_args
 
 import statemesh as sm
@@ -17,13 +17,6 @@ def spec_str(spec: Iterable[object]) -> str:
     return f"P({names(tuple(spec))})"
 
 
-def not_mapped(mapped: object) -> TypeError:
-    return TypeError(
-        f"locate: mapped is {mapped!r} of type {type(mapped).__name__}, but must be what shard_map, pmap2 or "
-        "vmap2 returned."
-    )
-
-
 def bad_keyword(what: str, argument: str, value: object, expected: str) -> TypeError:
     kind = type(value).__name__
     return TypeError(f"{what}: {argument} is {value!r} of type {kind}, but must be {expected}.")
@@ -34,16 +27,6 @@ def check(what: str, argument: str, value: object, kinds: Any, expected: str) ->
     is_flag = isinstance(value, bool) and bool not in (kinds, *get_args(kinds))
     if is_flag or not isinstance(value, kinds):
         raise bad_keyword(what, argument, value, expected)
-
-
-def other_leaves(mesh: Sequence[str], device: Sequence[str]) -> sm.StatemeshError:
-    only = [path for path in mesh if path not in device] + [
-        path for path in device if path not in mesh
-    ]
-    return sm.StatemeshError(
-        f"locate: the call on the mesh returns {len(mesh)} arrays, and the one on one device {len(device)}. "
-        f"Only one of the two returns: {', '.join(only[:8])}."
-    )
 
 
 def axes_str(sizes: Mapping[Hashable, int]) -> str:
@@ -58,6 +41,11 @@ def no_numbers(dtype: DType, least: int | float, most: int | float) -> sm.Statem
     return sm.StatemeshError(
         f"arrays: dtype {dtype} has no number from {least} to {most} that is finite and not subnormal."
     )
+
+
+def short(x: object) -> str:
+    """A number, not too long."""
+    return f"{x:.6g}" if isinstance(x, float | complex) else str(x)
 
 
 def array_str(x: Any) -> str:

@@ -112,6 +112,9 @@ def test_static_arguments_are_part_of_the_signature() -> None:
     ]:
         equal(call(X, how, X), expected)
         assert count.times == traces
+    # The same function, mapped again, runs what was compiled.
+    equal(sm.pmap2(body, static_broadcasted_argnums=[-2])(X, 2.0, X), X * 2)
+    assert count.times == 4
     equal(call.unsharded(X, 3, X), X)
     assert call.place(X, 5, X)[1] == 5
 

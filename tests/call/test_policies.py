@@ -101,6 +101,28 @@ def test_a_function_merges_leaves_that_vary_over_different_axes() -> None:
     np.testing.assert_allclose(after["y"], X.sum() ** 2, rtol=1e-6)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_function_merges_each_leaf_over_the_axes_that_its_own_placement_leaves_out(
+    check_vma: bool,
+) -> None:
+    def merge(old: Any, new: Any, axis_names: tuple[str, ...]) -> Any:
+        return jax.tree.map(lambda a, b: a + jax.lax.psum(b - a, axis_names), old, new)
+
+    def fun(state: sm.State, x: jax.Array) -> Any:
+        added = {"all": x.sum(), "columns": x.sum(0, keepdims=True), "rows": x}
+        return state.set(jax.tree.map(jnp.add, state.value, added))
+
+    x = np.arange(32, dtype=np.float32).reshape(16, 2)
+    value = {"all": 100.0, "columns": np.ones((1, 2), "f"), "rows": np.ones((16, 1), "f")}
+    spec = {"all": P(), "columns": P(None, "y"), "rows": P("x")}
+    state = sm.State(value, spec=spec, reduce=merge)
+    call = sm.shard_map(fun, make_mesh("4x2"), (P(), P("x", "y")), P(), check_vma=check_vma)
+    after = call(state, x).value
+    assert float(after["all"]) == 100 + x.sum()
+    np.testing.assert_array_equal(after["columns"], 1 + x.sum(0, keepdims=True))
+    np.testing.assert_array_equal(after["rows"], 1 + x.sum(1, keepdims=True))
+
+
 def test_a_policy_that_changes_the_dtype_is_refused() -> None:
     def rounded(old: Any, new: Any, axis_names: Any) -> Any:
         return jax.lax.pmax(new, axis_names).astype(jnp.int32)

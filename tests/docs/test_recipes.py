@@ -84,7 +84,7 @@ def test_every_recipe_is_run_is_short_and_has_a_section_with_a_picture() -> None
     pages = [path.read_text() for path in (DOCS / "pages").glob("recipes*.md")]
     sections = [section for page in pages for section in page.split("\n## ")[1:]]
     for name, path in RECIPES.items():
-        assert len(path.read_text().splitlines()) <= 100, name
+        assert len(path.read_text().splitlines()) <= 105, name
         (section,) = [x for x in sections if f"`docs/recipes/{name}.py`" in x.split("```")[0]]
         assert re.search(rf"!\[.+\]\(assets/recipes-{name}\.svg\)", section), name
         assert f"python docs/recipes/{name}.py" in section, name

@@ -123,6 +123,21 @@ def test_a_maximum_is_one_of_the_numbers_that_it_is_taken_of() -> None:
     assert checked.unjudged == {}
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_large_whole_numbers_that_differ_are_not_equal(dtype: str) -> None:
+    """Double precision has one number for both, in results and in copies that are promised to be equal."""
+    more = {
+        "result": lambda n: n + jnp.asarray(lax.axis_size("x") - 1, n.dtype),
+        "copies": lambda n: n + lax.axis_index("x").astype(n.dtype),
+    }
+    with jax.enable_x64(True):
+        large = np.array([2**53], dtype)
+        check(lambda n: n + 0, large, in_specs=P())
+        for name, counted in more.items():
+            text = report(counted, large, in_specs=P(), check_vma=False)
+            assert ("off by 1" if name == "result" else "differs by 1") in text
+
+
 def test_a_result_of_which_nothing_is_judged_is_named() -> None:
     def chaotic(x: Any) -> Any:
         # On each mesh other divisions round.

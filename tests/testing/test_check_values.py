@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import UntestedWarning
+from statemesh.testing._program._noise import Noisy
 from tests.helpers import slow
 
 from .checked import assert_accused, check, report
@@ -30,6 +31,26 @@ def rows(dtype: str) -> Any:
 def on_one(right: Any, mistaken: Any) -> Any:
     """What a mistake gives on one shard, where it is none, and on several."""
     return right if lax.axis_size("x") == 1 else mistaken
+
+
+# Noise
+
+
+@pytest.mark.parametrize("x", [1 + np.arange(4096) * 2.0**-23, np.arange(1.0, 4097.0)])
+@pytest.mark.parametrize("run", [1.0, 2.0])
+def test_noise_is_spread_over_a_roundoff_and_other_for_the_next_number(x: Any, run: float) -> None:
+    (eqn,) = jax.make_jaxpr(lambda x: x * np.float32(0.3))(x.astype(np.float32)).eqns
+    exact = x * np.float64(np.float32(0.3))
+    with jax.enable_x64(True):
+        noisy = Noisy(jnp.array([0.0, 1.0, run]), frozenset())
+        (moved,) = noisy.bind(eqn, [jnp.asarray(x), jnp.asarray(exact[0] / x[0])])
+    # By what part of the roundoff of float32 each product is off.
+    parts = (np.asarray(moved) / exact - 1) * 2.0**23
+    counts, _ = np.histogram(parts, 16, (-1, 1))
+    assert counts.sum() == 4096
+    assert abs(counts - 256).max() < 80  # Five standard deviations.
+    for step in (1, 2, 3):
+        assert abs(np.corrcoef(parts[:-step], parts[step:])[0, 1]) < 0.1
 
 
 # Mistakes that are larger than rounding
@@ -174,6 +195,15 @@ def test_a_tolerance_is_relative_to_the_numbers() -> None:
     far = {"far", "small", "whole_far", "several", "count_off"}
     assert_accused(far, within, X, tolerance=0.1)
     assert_accused({*far, "close", "whole", "few"}, within, X)
+
+
+def test_a_tolerance_is_for_whole_numbers_that_a_branch_of_floats_gives() -> None:
+    def chosen(x: Any) -> Any:
+        some, all_rows = on_one(3, 4), lax.psum(x.sum(), "x")
+        return lax.cond(all_rows > -100, lambda: jnp.full(2, some), lambda: jnp.zeros(2, int))
+
+    check(chosen, X, tolerance=0.5)
+    assert "off by 1" in report(chosen, X, tolerance=0.1)
 
 
 def test_a_tolerance_of_zero_wants_equal_numbers() -> None:

@@ -381,6 +381,12 @@ def looked_up_in_its_own_part(table: Any, at: Any) -> Any:
     return lax.psum(jnp.where(inside[:, None], rows, 0), "data")
 
 
+def counted_short(x: Any) -> Any:
+    each = (x == x).any().astype(int)
+    shards = lax.psum(each, "data") - min(lax.axis_size("data") - 1, 1)  # one too few
+    return lax.psum(x.sum(0), "data") / (shards * len(x))
+
+
 def counted_before(x: Any) -> Any:
     counts = lax.all_gather((x > 0).sum(), "data")
     before = jnp.where(jnp.arange(len(counts)) < 0, counts, 0).sum()  # before the first shard
@@ -418,6 +424,7 @@ TWO_AXES = AbstractMesh((4, 3), ("data", "model"))
         ),
         # Of an argument, of a constant, of an operation that one device has not
         (looked_up_in_its_own_part, (X, AT), OWN_PART, "not less the first row", ...),
+        (counted_short, (X,), {"out_specs": P()}, "one too few", ...),
         (counted_before, (X,), {}, "before the first shard", ...),
         (doubled_later, (X,), {"out_specs": P()}, "doubled", ...),
         # Several changes of a condition may do the same: none is a cause.
@@ -447,6 +454,18 @@ def test_a_cause_names_all_lines_at_which_it_can_stand() -> None:
     found = located(summed, out_specs=P())
     text = f"with jax.lax.psum(..., 'data') at {HERE.name}:{lines}, all results are right"
     assert found.cause == text
+
+    def used_often(x: Any) -> Any:
+        part = x.sum(0)  # used often
+        a = part + 1
+        b = part * 2
+        c = part - 1
+        return a, b, c
+
+    # At four lines the cause is not sure.
+    found = located(used_often, out_specs=P())
+    assert found.places[0].line == line_with("used often")
+    assert found.cause is None
     # The reduction may be missing on any line of another function that hands the value on.
     found = located(lambda x: 3 + part_of(x), out_specs=P())
     assert found.places[0].line == line_with("handed on")

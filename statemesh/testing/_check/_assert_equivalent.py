@@ -14,10 +14,10 @@ from .._program._trace import name_of
 from .._types import Fun, PyTree, tree_util
 from ._check import Check, Checked
 from ._feedback import Named, is_within, path_of
+from ._other_values import as_arrays
 from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
 from ._subject import Subject
 from ._untested import UntestedWarning
-from ._values import as_arrays
 
 
 def assert_equivalent(

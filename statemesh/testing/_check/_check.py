@@ -20,11 +20,10 @@ from .._program._jaxprs import Equation
 from .._program._numbers import Rounding, numbers
 from .._program._trace import on_one_device
 from .._types import Args, Numbers, PyTree
+from . import _other_values as values
 from . import _report as report
-from . import _values as values
-from ._copies import unequal_copies
 from ._form import form_differences
-from ._judge import Judge, Mismatch, excused
+from ._judge import Judge, Mismatch, excused, unequal_copies
 from ._programs import Chain, FunctionOnMesh, Programs, chained, results_of
 from ._subject import Subject
 from ._untested import CallsMade, untested
@@ -153,7 +152,7 @@ class Check:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.judge = Judge(subject.tolerance, subject.left_out, subject.exact)
+        self.judge = Judge(subject.tolerance, subject.left_out, subject.call.exact)
         self.failed: list[str] = []
         self.agreed: list[str] = []
         # The arguments and the results of the calls on the last mesh, in double precision.
@@ -190,18 +189,16 @@ class Check:
             for loop in stopped.loops:
                 self.unended.setdefault(str(line_of(loop) or "a library"), label)
         except _Off as off:
-            at = (
-                f"{label}, call {off.step + 1} of {calls.steps}, "
-                if calls.steps > 1
-                else f"{label}, "
-            )
+            which = f", call {off.step + 1} of {calls.steps}" if calls.steps > 1 else ""
+            call = f"{label[0].upper()}{label[1:]}{which}"
             # The line is the same on every mesh.
             if self.failed:
-                self.failed.append(report.fails_too(at, off.count))
+                results = "1 result is" if off.count == 1 else f"{off.count} results are"
+                self.failed.append(f"{call}, {results} off too.")
                 return
             place = located_in(calls, off.step, gradient=off.gradient) if off.has_line else []
-            lines = [*place, *off.lines]
-            self.failed.append(report.failed_call(at, calls.reference.what, lines))
+            head = f"{call}, compared with {calls.reference.what}:"
+            self.failed.append("\n".join([head, *place, *off.lines]))
 
     def _compared(self, calls: Calls) -> list[PyTree]:
         """Compare calls on a mesh. They are replayed first: on devices a program that is wrong may hang.
@@ -311,8 +308,12 @@ class Check:
         """
         subject = self.subject
         if self.failed:
-            fed_back = subject.feed_back if subject.in_a_row > 1 else None
-            raise report.not_equivalent(subject.name, self.failed, self.agreed, fed_back)
+            parts = [f"{subject.name}: the calls do not agree.", *self.failed]
+            if self.agreed:
+                parts.append(f"It agrees {', '.join(self.agreed)}.")
+            if subject.in_a_row > 1 and subject.feed_back:
+                parts.append(f"From call to call {subject.feed_back.describe()}.")
+            raise AssertionError("\n\n".join(parts))
         calls = [subject.programs(on_mesh).of(subject.types) for on_mesh in subject.meshes]
         return Checked(
             agreed=tuple(self.agreed),
@@ -380,7 +381,8 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
             gradient=gradient,
         )
         if place is not None:
-            return report.located(place, generic=generic)
+            lines = [f"  {line}" for line in str(place).splitlines()]
+            return ["  With generic values:", *lines] if generic else lines
     return []
 
 

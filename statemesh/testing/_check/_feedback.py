@@ -120,8 +120,8 @@ def inner_names(keys: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
             yield keys[start:]
 
 
-# The placement of a leaf; `None` where the call decides, as for a leaf in a State.
-LeafSpec: TypeAlias = PartitionSpec | sm.PerShard | None
+# The entries of the spec of a leaf; `None` where the call places it, as a leaf in a State.
+Placement: TypeAlias = tuple[Any, ...] | None
 Named: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
 
 
@@ -189,13 +189,12 @@ def find(
     """
     # The arguments as a whole, and those by keyword as a whole, are no part of them.
     inner = [part for part in parts_of(args) if len(part.keys) > 1]
-    ins: list[LeafSpec] = []
-    outs: list[LeafSpec] = []
+    ins: list[Placement] = [None] * len(jax.tree.leaves(args))
+    outs: list[Placement] = [None] * len(jax.tree.leaves(result))
     if specs is not None:
+        ins, outs = _placements(specs["in_specs"], args[0]), _placements(specs["out_specs"], result)
         # Keyword arguments are replicated.
-        by_keyword = [PartitionSpec()] * len(jax.tree.leaves(args[1]))
-        ins = [*leaf_specs(specs["in_specs"], args[0]), *by_keyword]
-        outs = leaf_specs(specs["out_specs"], result)
+        ins += [()] * len(jax.tree.leaves(args[1]))
     arguments = _Side(inner, lambda part: path_of(part.keys), ins)
     returned = _Side(parts_of(result), lambda part: f"{name}(...){part.path}", outs)
     if named is None:
@@ -217,34 +216,24 @@ class _Side:
         self,
         parts: list[Subtree],
         path: Callable[[Subtree], str],
-        specs: Sequence[LeafSpec],
+        placements: Sequence[Placement],
     ) -> None:
-        self.whole, self.path = parts[0], path
+        self.whole, self.path, self._placements = parts[0], path, placements
         self.parts = [part for part in parts if part.arrays]
-        # The entries of the specs that are known, by the numbers of the leaves.
-        known = {number: spec for number, spec in enumerate(specs) if spec is not None}
-        self._specs = {number: _plain(spec) for number, spec in known.items()}
         self._used: set[int] = set()
 
     def free(self, parts: Iterable[Subtree]) -> list[Subtree]:
-        return [part for part in parts if self._used.isdisjoint(part.leaves)]
+        return list(filter(self.is_free, parts))
+
+    def is_free(self, part: Subtree) -> bool:
+        return self._used.isdisjoint(part.leaves)
 
     def use(self, part: Subtree) -> None:
         self._used.update(part.leaves)
 
-    def placed(self, part: Subtree) -> list[tuple[Any, ...] | None]:
-        """For each leaf of a part the entries of its spec; `None` where it is not known."""
-        return [self._specs.get(number) for number in part.leaves]
-
-
-def _plain(spec: PartitionSpec | sm.PerShard) -> tuple[Any, ...]:
-    """The entries of a spec without those at its end that say nothing."""
-    if isinstance(spec, sm.PerShard):
-        return (spec,)
-    entries = [(x,) if isinstance(x, str) else x or None for x in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
+    def placed(self, part: Subtree) -> list[Placement]:
+        """The placement of each leaf of a part."""
+        return [self._placements[number] for number in part.leaves]
 
 
 Match: TypeAlias = tuple[Subtree, Subtree]
@@ -254,21 +243,21 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
     """The largest parts that fit, then arrays that stand by themselves."""
     pairs: list[Match] = []
 
-    def take(some: Iterable[Match]) -> None:
-        for pair in some:
-            arguments.use(pair[0])
-            returned.use(pair[1])
-            pairs.append(pair)
-
-    def fits(a: Subtree, b: Subtree) -> bool:
+    def take(a: Subtree, b: Subtree) -> None:
+        """Pair two parts of one form, if no other one has either of them, and they fit."""
+        if not (arguments.is_free(a) and returned.is_free(b)):
+            return
         specs = zip(arguments.placed(a), returned.placed(b), strict=True)
-        same = all(p is None or q is None or p == q for p, q in specs)
-        return same and (a.in_state or _kinds_agree(a, b, kind_of))
+        agree = a.in_state or (_kinds_agree if a.depth else _dtypes_agree)(a, b)
+        if agree and all(p is None or q is None or p == q for p, q in specs):
+            arguments.use(a)
+            returned.use(b)
+            pairs.append((a, b))
 
     def is_carried(part: Subtree) -> bool:
-        """Whether a part of the result is by its structure more than outputs."""
+        """Whether a part of the result is by its structure more than outputs, or may be by its name."""
         several = part.arrays > 1 and part is not returned.whole
-        return part.depth > 0 and (part.in_state or part.is_named or several)
+        return part.depth == 0 or part.in_state or part.is_named or several
 
     by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
     for which, side in enumerate((arguments, returned)):
@@ -277,63 +266,45 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
     alike = [both for both in by_form.values() if all(both)]
     alike.sort(key=lambda both: (-both[0][0].arrays, -both[0][0].depth))
     for some, others in alike:
-        carried = [part for part in returned.free(others) if is_carried(part)]
-        if some[0].depth > 0:
-            take(_matched(arguments.free(some), carried, fits))
+        carried = list(filter(is_carried, returned.free(others)))
+        for pair in _under_one_name(arguments.free(some), carried):
+            take(*pair)
+        # Then in order, but for arrays. New models are the last results by custom: before them are outputs.
+        left = [part for part in arguments.free(some) if part.depth > 0]
+        for a, b in zip(left, returned.free(carried)[-len(left) :], strict=False):
+            take(a, b)
     for some, others in alike:
-        if some[0].depth == 0:
-            named = _under_one_name(arguments.free(some), returned.free(others), fits)
-            take([pair for pair in named if _same_dtypes(*pair)])
         # The only two of a shape and dtype that are split on neither side. A single number is none of them.
         left, right = (
             [x for x in side.free(parts) if not any(side.placed(x)) and None not in side.placed(x)]
             for side, parts in ((arguments, some), (returned, others))
         )
         for a in left:
-            rivals = [x for x in left if _same_dtypes(x, a)]
-            fitting = [b for b in right if _same_dtypes(a, b)]
+            rivals = [x for x in left if _dtypes_agree(x, a)]
+            fitting = [b for b in right if _dtypes_agree(a, b)]
             if len(rivals) == len(fitting) == 1 and (a.depth > 0 or np.shape(a.node)):
-                take([(a, fitting[0])])
+                take(a, fitting[0])
     return pairs
 
 
-def _matched(
-    some: list[Subtree], others: list[Subtree], fits: Callable[[Subtree, Subtree], bool]
-) -> Iterator[Match]:
-    """Pairs under the same names, then pairs in order."""
-    pairs = list(_under_one_name(some, others, fits))
-    yield from pairs
-    left = [part for part in some if all(part is not a for a, _ in pairs)]
-    right = [part for part in others if all(part is not b for _, b in pairs)]
-    # New models are the last results by custom, so that those before them are outputs.
-    for a, b in zip(left, right[-len(left) :] if left else (), strict=False):
-        if fits(a, b):
-            yield a, b
-
-
-def _under_one_name(
-    some: list[Subtree], others: list[Subtree], fits: Callable[[Subtree, Subtree], bool]
-) -> Iterator[Match]:
+def _under_one_name(some: list[Subtree], others: list[Subtree]) -> Iterator[Match]:
     """Pairs whose paths end alike, in names. The pairs with the longest common ends come first."""
     by_end: dict[Any, list[Subtree]] = defaultdict(list)
     for part in others:
         for end in inner_names(part.keys):
             by_end[end].append(part)
     ends = [(end, part) for part in some for end in inner_names(part.keys[1:])]
-    used: set[int] = set()
     for end, part in sorted(ends, key=lambda pair: -len(pair[0])):
-        free = [x for x in by_end[end] if id(x) not in used and fits(part, x)]
-        if id(part) not in used and free:
-            used |= {id(part), id(free[0])}
-            yield part, free[0]
+        for other in by_end[end]:
+            yield part, other
 
 
-def _kinds_agree(a: Subtree, b: Subtree, kind: Callable[[AnyLeaf], Any]) -> bool:
+def _kinds_agree(a: Subtree, b: Subtree, kind: Callable[[AnyLeaf], Any] = kind_of) -> bool:
     pairs = zip(jax.tree.leaves(a.node), jax.tree.leaves(b.node), strict=True)
     return all(kind(x) == kind(y) for x, y in pairs)
 
 
-def _same_dtypes(a: Subtree, b: Subtree) -> bool:
+def _dtypes_agree(a: Subtree, b: Subtree) -> bool:
     return _kinds_agree(a, b, lambda x: getattr(x, "dtype", None) or kind_of(x))
 
 
@@ -350,7 +321,7 @@ def _named(
                 f"feed_back: {returned.path(b)} cannot become {arguments.path(a)}, because structures or "
                 f"shapes differ: {_what(b)}, and the argument is {_what(a)}."
             )
-        if not (arguments.free([a]) and returned.free([b])):
+        if not (arguments.is_free(a) and returned.is_free(b)):
             raise sm.StructureError(
                 f"feed_back: {returned.path(b)} becomes {arguments.path(a)}, and one of the two is in "
                 "another pair already. Name each part once."
@@ -384,25 +355,30 @@ def _what(part: Subtree) -> str:
     return f"a {type(part.node).__name__} of {', '.join(kinds[:4])}{more}"
 
 
-def leaf_specs(specs: PyTree, tree: PyTree) -> list[LeafSpec]:
-    """The placement of each leaf of a tree, of a prefix tree of specs.
+def _placements(specs: PyTree, tree: PyTree) -> list[Placement]:
+    """The placement of each leaf of a tree.
 
     **Arguments:**
 
-    - `specs`: as `in_specs` or `out_specs`. `None` is replicated.
-
-    **Returns:** a list. Leaves in States have `None`, since specs pass States by.
+    - `specs`: a prefix tree, as `in_specs` or `out_specs`. They pass States by. `None` is replicated.
     """
-    entries, structure = tree_util.tree_flatten(specs, is_leaf=_is_spec)
-    placements: list[LeafSpec] = []
-    for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
-        for owner in owners(part, sm.is_state):
-            placements.append(None if sm.is_state(owner) else entry or PartitionSpec())
-    return placements
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec | sm.PerShard)
+    entries, structure = tree_util.tree_flatten(specs, is_leaf=is_spec)
+    return [
+        None if sm.is_state(owner) else _entries(spec or ())
+        for spec, part in zip(entries, structure.flatten_up_to(tree), strict=True)
+        for owner in owners(part, sm.is_state)
+    ]
 
 
-def _is_spec(x: object) -> bool:
-    return x is None or isinstance(x, PartitionSpec | sm.PerShard)
+def _entries(spec: Any) -> tuple[Any, ...]:
+    """The entries of a spec without those at its end that say nothing."""
+    if isinstance(spec, sm.PerShard):
+        return (spec,)
+    entries = [(x,) if isinstance(x, str) else x or None for x in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
 
 
 def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:

@@ -120,19 +120,6 @@ def inexact_leaves(tree: PyTree) -> tuple[int, ...]:
     return tuple(number for number, hit in enumerate(inexact) if hit)
 
 
-def learns(args: PyTree, is_written: Callable[[int], bool]) -> bool:
-    """Whether a call changes parameters: a training step, whose derivative nobody takes.
-
-    **Arguments:**
-
-    - `is_written`: whether a call gives a new value for a leaf of the arguments, by its number.
-    """
-    return any(
-        isinstance(owner, sm.ParamState) and is_written(number)
-        for number, owner in enumerate(owners(args, sm.is_state))
-    )
-
-
 def with_gradient(call: Fun, selected: Selection) -> Fun:
     """A function that gives the results of a call and, if anything is selected, the gradient."""
     if not selected:
@@ -218,6 +205,10 @@ class Programs:
     - `what`: what it is called where results are compared with those that it gives.
     - `context`: makes the context in which it is traced.
     - `is_traced`: whether JAX can trace it. A function of NumPy has only the results that it gives.
+
+    **Attributes:**
+
+    - `call`: the function that gives the results, with the gradient if one is selected.
     """
 
     def __init__(
@@ -230,7 +221,7 @@ class Programs:
         is_traced: bool = True,
     ) -> None:
         self.what, self.is_traced = what, is_traced
-        self._call, self._context = with_gradient(fun, selected), context
+        self.call, self._context = with_gradient(fun, selected), context
         self._doubled: Recent[Doubled] = Recent()
         # JAX would keep the programs for all static values that were ever given.
         self._compiled: Recent[Fun] = Recent()
@@ -241,36 +232,14 @@ class Programs:
 
         def new() -> Doubled:
             with self._context():
-                traced = trace(self._call, treedef, leaves)
-            return Doubled(name_of(self._call), traced, leaves)
+                traced = trace(self.call, treedef, leaves)
+            return Doubled(name_of(self.call), traced, leaves)
 
         return self._doubled.get((treedef, *map(leaf_key, leaves)), new)
 
     def form(self, types: PyTree, args: Args) -> PyTree:
         """The results of the first call. There may be types in the place of arrays."""
-        return self.of(types).trace.form if self.is_traced else self._call(*args[0], **args[1])
-
-    def doubled(
-        self, args: Wide, noise: Any = None, compared_with: "Programs | None" = None
-    ) -> Called:
-        """Call the function in double precision.
-
-        **Arguments:**
-
-        - `args`: the tuple of the positional arguments and the dictionary of the others.
-        - `noise`: that of `Noisy`; without it there is none, and the program is a smaller one.
-        - `compared_with`: the function that this one is compared with. Constants that only one of the two
-            has may be rounded.
-        """
-        if not self.is_traced:
-            positional, by_keyword = narrowed(args)
-            result = self._call(*positional, **by_keyword)
-            return Called(args, Wide(result, result))
-        call = self.of(args.types)
-        other = compared_with or self
-        if noise is None or not other.is_traced:
-            return call(args, noise)
-        return call(args, noise, call.literals - other.of(args.types).literals)
+        return self.of(types).trace.form if self.is_traced else self.call(*args[0], **args[1])
 
     def jitted(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the function inside `jax.jit`."""
@@ -278,7 +247,7 @@ class Programs:
 
         def whole(arrays: PyTree) -> PyTree:
             args, kwargs = eqx.combine(arrays, statics)
-            result, rest = eqx.partition(self._call(*args, **kwargs), is_array_or_type)
+            result, rest = eqx.partition(self.call(*args, **kwargs), is_array_or_type)
             return result, StaticLeaves(rest)
 
         new = lambda: jax.jit(whole, compiler_options=compile_fast())
@@ -337,12 +306,24 @@ class Chain:
     def _run(self, noise: Numbers | None) -> list[Called]:
         inputs, calls = self._args, []
         for _ in range(self._steps):
-            calls.append(self._programs.doubled(inputs, noise, self._compared_with))
+            calls.append(self._called(inputs, noise))
             results = calls[-1].results
             inputs = Wide(
                 self._feed(inputs.types, results.types), self._feed(inputs.values, results.values)
             )
         return calls
+
+    def _called(self, args: Wide, noise: Numbers | None) -> Called:
+        programs, other = self._programs, self._compared_with or self._programs
+        if not programs.is_traced:
+            positional, by_keyword = narrowed(args)
+            result = programs.call(*positional, **by_keyword)
+            return Called(args, Wide(result, result))
+        call = programs.of(args.types)
+        if noise is None or not other.is_traced:
+            return call(args, noise)
+        # Constants that only one of the two has may be rounded.
+        return call(args, noise, call.literals - other.of(args.types).literals)
 
     def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
         """By how much noise moves each number: the most of so many runs, for each call and array.

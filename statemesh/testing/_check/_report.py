@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from .._locate._located import Located
+from .._errors import short
 from .._program._replay import MOST_ROUNDS, BrokenPromise
-from ._feedback import FeedBack
 from ._judge import Mismatch
 
 
@@ -16,40 +15,11 @@ UNEVEN = "    Some shards would wait in these collectives for others that never 
 MOST_RESULTS = 4
 
 
-def not_equivalent(
-    name: str, failed: Sequence[str], agreed: Sequence[str], fed_back: FeedBack | None
-) -> AssertionError:
-    good = f"\n\nIt agrees {', '.join(agreed)}." if agreed else ""
-    chained = f"\n\nFrom call to call {fed_back.describe()}." if fed_back else ""
-    head = f"{name}: the calls do not agree.\n\n"
-    return AssertionError(head + "\n\n".join(failed) + good + chained)
-
-
-def failed_call(label: str, against: str, lines: Sequence[str]) -> str:
-    head = f"{label[0].upper()}{label[1:]}compared with {against}:"
-    return "\n".join([head, *lines])
-
-
-def fails_too(label: str, count: int) -> str:
-    """A line on a further mesh."""
-    return f"{label[0].upper()}{label[1:]}{_results(count)} off too."
-
-
-def located(place: Located | str, *, generic: bool) -> list[str]:
-    """Lines on the place in the program."""
-    lines = [f"  {line}" for line in str(place).splitlines()]
-    return ["  With generic values:", *lines] if generic else lines
-
-
 def results(shown: Sequence[Mismatch]) -> list[str]:
     """Lines on the results that are off, the largest differences first."""
     lines = [_result(mismatch) for mismatch in shown[:MOST_RESULTS]]
     more = len(shown) - MOST_RESULTS
     return [*lines, f"  and {more} more."] if more > 0 else lines
-
-
-def _results(count: int) -> str:
-    return "1 result is" if count == 1 else f"{count} results are"
 
 
 def _result(mismatch: Mismatch) -> str:
@@ -97,10 +67,6 @@ def broken_promises(promises: Sequence[BrokenPromise]) -> list[str]:
     # The results of a call with its gradient are a part of what is traced.
     lines = [promise.text.replace("(...).results", "(...)") for promise in promises]
     return [*lines, UNEVEN if promises[0].is_predicate else UNREDUCED]
-
-
-def short(x: object) -> str:
-    return f"{x:.6g}" if isinstance(x, float | complex) else str(x)
 
 
 def unjudged(path: str) -> str:

@@ -7,11 +7,13 @@ from typing import Any, Literal
 
 import jax
 
+import statemesh as sm
+
 from .._caches import environment, held_by
 from .._program._doubled import widened
-from .._program._numbers import is_inexact, numbers
+from .._program._numbers import numbers
 from .._types import Args, Fun, Numbers, PyTree, tree_util
-from ._feedback import Named, find, left_out, path_of
+from ._feedback import Named, find, left_out, owners, path_of
 from ._judge import ResultLeaf
 from ._programs import (
     FunctionOnMesh,
@@ -20,7 +22,6 @@ from ._programs import (
     differentiable,
     inexact_leaves,
     kept,
-    learns,
     results_of,
 )
 
@@ -38,7 +39,8 @@ class Subject:
 
     **Attributes:**
 
-    - `form`: the results with types in the place of arrays.
+    - `call`: the first call on the first mesh, traced.
+    - `form`: its results with types in the place of arrays.
     - `feed_back`: what of the results the next call gets.
     - `in_a_row`: the number of calls in a row.
     - `left_out`: the numbers of the leaves of the results that are not compared.
@@ -60,15 +62,18 @@ class Subject:
     def __post_init__(self) -> None:
         self.types = widened(self.args).types
         first = self.meshes[0]
-        self._plain = self._plain_reference()
+        self._reference = self._function_as_reference(Selection())
+        if self._reference and callable(self.unsharded) and not self._is_traced(self._reference):
+            self._reference = Programs(UNSHARDED, self.unsharded, Selection(), is_traced=False)
         with self.noting(first.label):
-            self._call = first.programs(Selection()).of(self.types)
-            self.form = self._call.trace.form
+            self.call = first.programs(Selection()).of(self.types)
+            self.form = self.call.trace.form
         self.feed_back = find(self.types, self.form, self.fed_back, self.name, first.specs)
         self.in_a_row = self.steps or (DEFAULT_STEPS if self.feed_back else 1)
         self.left_out = left_out(self.name, self.form, self.leave_out)
         self.selected = self._selection(first)
-        self._reference = self._plain or self._function_as_reference(self.selected)
+        if self.selected:
+            self._reference = self._function_as_reference(self.selected)
         by, results = (
             [keys for keys, _ in tree_util.tree_flatten_with_path(tree)[0]]
             for tree in (self.types, self.form)
@@ -79,17 +84,12 @@ class Subject:
             *(f"the gradient by {path_of(by[k])}" for k in self.selected.by),
         ]
 
-    def _plain_reference(self) -> Programs | None:
-        """The unsharded function that was given, if JAX cannot trace it."""
-        reference = self._function_as_reference(Selection())
-        if reference is None:
-            return None
+    def _is_traced(self, reference: Programs) -> bool:
         try:
             reference.form(self.types, self.args)
         except Exception:  # A function of NumPy refuses what JAX traces with in many ways.
-            assert callable(self.unsharded)
-            return Programs(UNSHARDED, self.unsharded, Selection(), is_traced=False)
-        return None
+            return False
+        return True
 
     def _function_as_reference(self, selected: Selection) -> Programs | None:
         """The unsharded function that was given, if one was."""
@@ -99,9 +99,9 @@ class Subject:
         return kept(key, Programs, UNSHARDED, self.unsharded, selected)
 
     def _selection(self, first: FunctionOnMesh) -> Selection:
-        if self.gradients is False or self._plain is not None:
+        if self.gradients is False or (self._reference and not self._reference.is_traced):
             return Selection()
-        if self.gradients is None and learns(self.types, self._is_written):
+        if self.gradients is None and self._learns():
             return Selection()
         chosen = Selection(inexact_leaves(self.form), inexact_leaves(self.types))
         note = "Give gradients=False where a function has none."
@@ -109,10 +109,12 @@ class Subject:
             traced = lambda some: first.programs(some).of(self.types)
             return differentiable(chosen, traced) if chosen else Selection()
 
-    def _is_written(self, argument: int) -> bool:
-        """Whether a call gives a new value for a leaf of the arguments, by its number."""
-        result = dict(self.feed_back.numbers).get(argument)
-        return result is not None and self._call.forwarded.get(result) != argument
+    def _learns(self) -> bool:
+        """Whether a call changes parameters: a training step, whose derivative nobody takes."""
+        states, forwarded = owners(self.types, sm.is_state), self.call.forwarded
+        fed_back = self.feed_back.numbers
+        written = [number for number, result in fed_back if forwarded.get(result) != number]
+        return any(isinstance(states[number], sm.ParamState) for number in written)
 
     def reference(self, on_mesh: FunctionOnMesh) -> Programs:
         """What the calls on a mesh are compared with."""
@@ -140,21 +142,6 @@ class Subject:
         arrays = jax.tree.leaves(results)
         of_arrays = list(map(numbers, arrays)) if values is None else values
         return list(map(ResultLeaf, range(len(arrays)), self.paths, arrays, of_arrays))
-
-    @property
-    def drawn(self) -> Collection[int]:
-        """The numbers of the leaves of the arguments from which random numbers are drawn."""
-        return self._call.drawn
-
-    @property
-    def exact(self) -> set[int]:
-        """The numbers of the leaves of the results that are arrays and computed without floats."""
-        inputs = tree_util.tree_leaves(self.types)
-        return {
-            number
-            for number, sources in self._call.sources.items()
-            if not any(is_inexact(inputs[source].dtype) for source in sources)
-        }
 
     @contextlib.contextmanager
     def noting(self, label: str, *notes: str) -> Iterator[None]:

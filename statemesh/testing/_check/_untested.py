@@ -88,7 +88,7 @@ def untested(subject: Subject, calls: CallsMade) -> Iterator[str]:
     )
     for path, node, numbers in _states_and_keys(calls[0][0]):
         if isinstance(node, sm.RandomState) or is_key(node):
-            if not set(numbers) & set(subject.drawn):
+            if not set(numbers) & subject.call.drawn:
                 continue
             if unchanged(numbers):
                 yield (

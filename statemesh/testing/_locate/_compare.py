@@ -9,13 +9,13 @@ from typing import TypeAlias
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._program._jaxprs import Jaxpr, counts_of_scan
-from .._program._numbers import numbers, roundoff
-from .._program._stacked import MappedAxes, Stacked
+from .._program._jaxprs import Jaxpr, operands_of_loop
+from .._program._numbers import distances, numbers, roundoff
+from .._program._stacked import MappedAxes, Stacked, names_of_spec
 from .._types import Numbers
 from ._evaluate import Evaluator, Values, on_all_shards
 from ._graph import Node, graph_of, pairs
-from ._relations import Relation, largest, relation, unequal_copies, whole
+from ._relations import Relation, largest, relation, tolerated, whole
 
 
 Evaluators: TypeAlias = tuple[Evaluator, Evaluator]
@@ -108,7 +108,14 @@ class Comparison:
 
     def _has_unequal_copies(self, node: Node, value: Stacked) -> bool:
         """Whether shards have different values of what is joined, of which a device keeps its own copy."""
-        return node.kind == "join" and unequal_copies(value, node.spec, self._unit(value))
+        if node.kind != "join":
+            return False
+        named, x, unit = names_of_spec(node.spec), numbers(value.x), self._unit(value)
+        for at, name in enumerate(value.axes):
+            first = np.take(x, [0], at)
+            if name not in named and np.any(distances(x, first) > tolerated(first, 0.0, unit)):
+                return True
+        return False
 
     def _unit(self, value: Stacked) -> float:
         """The roundoff of a value; 0 where floats are in double precision."""
@@ -301,14 +308,15 @@ def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] 
         return None
     nodes = node, comparison.partners[node]
     loops = list(map(_loop, nodes, comparison.operands[node]))
-    if not loops[0].rounds or loops[0].rounds != loops[1].rounds:
+    rounds = loops[0].rounds
+    if not rounds or rounds != loops[1].rounds:
         return None
     wide = comparison.evaluators[0].wide
     evaluators = [
         Evaluator(graph_of(loop.body, side.scope, node.line), wide)
         for loop, side in zip(loops, nodes, strict=True)
     ]
-    for number in loops[0].rounds[:_MOST_ROUNDS]:
+    for number in rounds[:_MOST_ROUNDS]:
         inputs = [_inputs(*each, number) for each in zip(loops, nodes, strict=True)]
         within = compare((evaluators[0], evaluators[1]), node.scope, inputs)
         if not all(within.right):
@@ -326,16 +334,11 @@ def _loop(node: Node, operands: list[Stacked]) -> _Loop:
         taken = sorted({min(max(int(k), 0), last) for k in np.asarray(which.x).flat})
         # Shards that take several branches cannot be followed.
         return _Loop(params["branches"][taken[0]], taken if len(taken) == 1 else (), consts)
+    parts = operands_of_loop(node.eqn, operands)
     if node.name == "while":
-        of_condition = params["cond_nconsts"]
-        first = of_condition + params["body_nconsts"]
-        consts, carry = operands[of_condition:first], operands[first:]
-        return _Loop(params["body_jaxpr"], range(_MOST_ROUNDS), consts, carry)
-    first, carries = counts_of_scan(node.eqn)
-    consts, rest = operands[:first], operands[first:]
+        return _Loop(params["body_jaxpr"], range(_MOST_ROUNDS), *parts)
     rounds = range(params["length"])
-    rounds = rounds[::-1] if params["reverse"] else rounds
-    return _Loop(params["jaxpr"], rounds, consts, rest[:carries], rest[carries:])
+    return _Loop(params["jaxpr"], rounds[::-1] if params["reverse"] else rounds, *parts)
 
 
 def _inputs(loop: _Loop, node: Node, number: int) -> list[Stacked]:

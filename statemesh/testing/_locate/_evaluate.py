@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from .._program._collectives import RULES, collective
+from .._program._collective_rules import RULES, collective
 from .._program._jaxprs import names_of
 from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers, promoted
@@ -73,32 +73,19 @@ class Evaluator(Replay):
         if node.kind == "join":
             return [_joined(values[0], node)]
         if node.name in _COMPILED:
-            results = self._compiled(node, tuple(value.axes for value in values))(values)
+            results = self._compiled(node)(list(values))
         else:
             frame = Frame(node.scope, self.no_differences)
             results = self._equation(node.eqn, list(values), frame)
         return [in_numpy(value.x, value.axes) for value in results]
 
-    def _compile(
-        self, node: Node, stacks: Sequence[Axes]
-    ) -> Callable[[Sequence[Stacked]], list[Stacked]]:
-        axes: list[Axes] = []
-
-        def run(*xs: Any) -> list[AnyLeaf]:
-            values = [Stacked(x, names) for x, names in zip(xs, stacks, strict=True)]
-            results = self._equation(node.eqn, values, Frame(node.scope, self.no_differences))
-            axes[:] = [value.axes for value in results]
-            return [value.x for value in results]
+    def _compile(self, node: Node) -> Callable[[list[Stacked]], list[Stacked]]:
+        def run(values: list[Stacked]) -> list[Stacked]:
+            return self._equation(node.eqn, values, Frame(node.scope, self.no_differences))
 
         # In narrow dtypes the rounding must be that of a program that is compiled as usual.
         fast = _COMPILE_FAST if self.wide and jax.default_backend() == "cpu" else None
-        jitted = jax.jit(run, compiler_options=fast)
-
-        def compiled(values: Sequence[Stacked]) -> list[Stacked]:
-            xs = jitted(*[value.x for value in values])
-            return [Stacked(x, names) for x, names in zip(xs, axes, strict=True)]
-
-        return compiled
+        return jax.jit(run, compiler_options=fast)
 
 
 def _joined(value: Stacked, node: Node) -> Stacked:

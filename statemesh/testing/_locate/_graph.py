@@ -11,18 +11,17 @@ from jax.sharding import PartitionSpec
 
 from .._program._jaxprs import (
     CALLS,
-    Atom,
     Equation,
     Jaxpr,
     called,
+    interpreted,
     is_identity,
-    is_literal,
     new_axes,
     opened,
     operands_of_call,
 )
 from .._program._stacked import MappedAxes, names_of_spec
-from ._lines import Line, by_statemesh, is_transposed, line_of
+from ._lines import SourceLine, by_statemesh, is_transposed, line_of
 
 
 # These hand their operand on, besides those that say where a value lies.
@@ -55,7 +54,7 @@ class Node:
     results: tuple[int, ...]
     scope: MappedAxes
     around: MappedAxes
-    line: Line | None
+    line: SourceLine | None
     transposed: bool
     caller: str = ""
     is_own: bool = True
@@ -86,7 +85,7 @@ class Graph:
     nodes: tuple[Node, ...]
 
 
-def graph_of(jaxpr: Jaxpr, scope: MappedAxes, around: Line | None = None) -> Graph:
+def graph_of(jaxpr: Jaxpr, scope: MappedAxes, around: SourceLine | None = None) -> Graph:
     """The flat program of a jaxpr.
 
     **Arguments:**
@@ -116,7 +115,7 @@ class _Around:
     """What runs the equations of a jaxpr: the mesh axes, the user's line, and a function of a library."""
 
     scope: MappedAxes
-    line: Line | None
+    line: SourceLine | None
     transposed: bool = False
     caller: str = ""
 
@@ -138,23 +137,16 @@ class _Flattening:
         return number
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[int], around: _Around) -> list[int]:
-        inner = opened(jaxpr)
-        consts = [self._constant(x) for x in getattr(jaxpr, "consts", ())]
         # A jaxpr that is no closed one has the values of its constants among its inputs.
-        known: dict[Any, int] = dict(
-            zip([*inner.constvars, *inner.invars], [*consts, *inputs], strict=True)
-        )
+        consts = [self._constant(x) for x in getattr(jaxpr, "consts", ())]
 
-        def operand(atom: Atom) -> int:
-            if is_literal(atom):
-                aval: Any = atom.aval
-                return self._constant(np.asarray(atom.val, aval.dtype))
-            return known[atom]
+        def literal(atom: Any) -> int:
+            return self._constant(np.asarray(atom.val, atom.aval.dtype))
 
-        for eqn in inner.eqns:
-            results = self._equation(eqn, [operand(atom) for atom in eqn.invars], around)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [operand(atom) for atom in inner.outvars]
+        def run(eqn: Equation, operands: list[int]) -> Sequence[int]:
+            return self._equation(eqn, operands, around)
+
+        return interpreted(opened(jaxpr), [*consts, *inputs], literal, run)
 
     def _equation(self, eqn: Equation, operands: Sequence[int], around: _Around) -> Sequence[int]:
         name, scope, line = eqn.primitive.name, around.scope, line_of(eqn)

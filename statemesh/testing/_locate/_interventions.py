@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._program._collectives import RULES
+from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
 from .._program._numbers import is_key
 from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
-from . import _words as words
 from ._compare import Comparison, right_values
 from ._evaluate import Values, on_all_shards
 from ._graph import Node, needed
-from ._lines import Line, callers_of
+from ._lines import SourceLine, callers_of
 from ._suspects import Suspect
 
 
@@ -36,6 +35,8 @@ _MOST_LINES = 3
 
 # The reductions that are tried to put the results right.
 _REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}
+# How far a value moves between shards, with the words for it.
+_SHIFTS = {1: "a move to the next shard", -1: "a move to the shard before", 0: "no move"}
 _LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
@@ -235,10 +236,11 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
                 x: constant(np.broadcast_to(reduce(array, axis=at, keepdims=True), array.shape))
                 for x, array in arrays.items()
             }
-            yield Trial(suspect, changes, 0, words.reduced(collective, name), True)
+            yield Trial(suspect, changes, 0, f"with jax.lax.{collective}(..., {name!r})", True)
         for factor in (size, 1 / size) if size > 1 and all(equal) else ():
             changes = {x: constant(array * factor) for x, array in arrays.items()}
-            yield Trial(suspect, changes, 0, words.scaled(size, factor > 1), is_added)
+            scaled = "multiplied" if factor > 1 else "divided"
+            yield Trial(suspect, changes, 0, f"{scaled} by the number of shards, {size},", is_added)
 
 
 def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
@@ -269,13 +271,13 @@ def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _
     if len(names) != 1 or names[0] not in sizes:
         return
     at = list(sizes).index(names[0])
-    for shift in (1, -1, 0):
+    for shift, move in _SHIFTS.items():
         changes = {
             x: _moved(source, at, shift)
             for node in nodes
             for x, source in zip(node.results, node.operands, strict=True)
         }
-        yield 0, changes, words.moved(names[0], shift)
+        yield 0, changes, f"with {move} along {names[0]!r}"
 
 
 def _moved(source: int, at: int, shift: int) -> Change:
@@ -289,7 +291,7 @@ def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) ->
     for other, size in scope.sizes.items():
         if other != name and size > 1:
             changes = dict.fromkeys(values, constant(_index(scope, other)))
-            yield 0, changes, words.indexed(other)
+            yield 0, changes, f"with jax.lax.axis_index({other!r})"
     for length in _lengths(comparison) if name in scope.sizes else ():
         yield 1, dict.fromkeys(values, constant(length * _index(scope, name))), ""
 
@@ -319,7 +321,7 @@ def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Nod
         for summand in (1, -1):
             yield 0, {x: _increased(x, np.asarray(summand)) for x in values}, ""
         for name, length, offset in _offsets(comparison, scope, len(aval.shape), aval.shape[-1:]):
-            yield 0, {x: _increased(x, offset) for x in values}, words.offset(length, name)
+            yield 0, {x: _increased(x, offset) for x in values}, _added(length, name)
 
 
 def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
@@ -339,7 +341,7 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
                 yield 1, {x: _increased(x, offset, scope) for x in operands}, ""
             elif is_given and length > 1:
                 changes = {x: _increased(x, -offset, scope) for x in operands}
-                yield 1, changes, words.offset(-length, name)
+                yield 1, changes, _added(-length, name)
 
 
 def _offsets(
@@ -349,6 +351,11 @@ def _offsets(
     for name, size in scope.sizes.items():
         for length in lengths or [1, *_lengths(comparison)] if size > 1 else ():
             yield name, length, length * _index(scope, name, rank)
+
+
+def _added(length: int, name: Hashable) -> str:
+    times = {1: "", -1: "-"}.get(length, f"{length} * ")
+    return f"with {times}jax.lax.axis_index({name!r}) added"
 
 
 def _left_out(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
@@ -398,7 +405,7 @@ def mending(
 
 
 def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> str | None:
-    """The cause at a line, if none of the other changes that mend does the same, there or elsewhere."""
+    """The change that puts all results right at a line, if every change that does so anywhere is the same."""
     here = {trial.words for trial in trials if trial.suspect.line == suspect.line}
     if len(here) != 1 or {trial.words for trial in trials} != here or "" in here:
         return None
@@ -409,15 +416,17 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     known = sorted(line for line in lines if line is not None)
     if len(known) < len(lines) or len(known) > _MOST_LINES:
         return None
-    return words.confirmed(here.pop(), known)
+    first, *others = known
+    more = [str(line.number) if line.file == first.file else str(line) for line in others]
+    return f"{here.pop()} at {' or '.join([str(first), *more])}, all results are right"
 
 
-def _handing_on(comparison: Comparison, trial: Trial) -> set[Line | None]:
+def _handing_on(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:
     """The lines at which what a change makes can stand as well.
 
     There is a `None` among them where the value goes to another function: nobody knows by which lines.
     """
-    lines: set[Line | None] = {None} if trial.suspect.transposed else set()
+    lines: set[SourceLine | None] = {None} if trial.suspect.transposed else set()
     nodes, maker = trial.suspect.nodes, comparison.maker
     results_here = {x for node in nodes for x in node.results}
     for x in {x for node in nodes for x in node.operands} - results_here:

@@ -11,7 +11,7 @@ from .._program._jaxprs import Equation
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Line:
+class SourceLine:
     """A line of source code.
 
     **Attributes:**
@@ -30,20 +30,20 @@ class Line:
         return f"{shown(self.file)}:{self.number}"
 
 
-def line_of(eqn: Equation) -> Line | None:
+def line_of(eqn: Equation) -> SourceLine | None:
     """The innermost line of the user's among the calls that made an equation."""
     return next(_lines(eqn), None)
 
 
-def callers_of(eqn: Equation) -> tuple[Line, ...]:
+def callers_of(eqn: Equation) -> tuple[SourceLine, ...]:
     """The lines of the user's around that line, the innermost first."""
     return tuple(_lines(eqn))[1:]
 
 
-def _lines(eqn: Equation) -> Iterator[Line]:
+def _lines(eqn: Equation) -> Iterator[SourceLine]:
     for frame in _frames(eqn):
         if not is_library(frame.file_name):
-            yield Line(frame.file_name, frame.line_num)
+            yield SourceLine(frame.file_name, frame.line_num)
 
 
 def _frames(eqn: Equation) -> Sequence[Any]:

@@ -2,19 +2,21 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
 from .. import _errors as errors
 from .._program._doubled import widened
 from .._program._numbers import is_inexact, is_numpy, promoted
-from .._program._stacked import MappedAxes
+from .._program._stacked import MappedAxes, as_names, names_of_spec
 from .._program._trace import (
     NO_MESH,
     Trace,
@@ -25,19 +27,26 @@ from .._program._trace import (
     weighted_gradient,
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
-from . import _words as words
 from ._compare import Comparison, compare, inside, right_values
 from ._evaluate import Evaluator, in_numpy
 from ._graph import graph_of
 from ._interventions import Outcome, Reruns, Trial, cause, mending
-from ._lines import Line
-from ._located import Located, Place
-from ._specs import wrong_specs
+from ._lines import SourceLine
+from ._located import (
+    Located,
+    Place,
+    most_off,
+    name_of_operation,
+    relation_in_words,
+    shapes_in_words,
+    whole_values,
+)
 from ._suspects import Suspect, is_first, others, suspects_of
 
 
 # A report names so many.
 _MOST_PLACES = 3
+_NO_LINE = "this result, made by no line of yours"
 # Whether a report raises a failure of `locate` instead of telling it; our tests set this.
 RAISE_FAILURES = False
 
@@ -83,7 +92,8 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
         ```
     """
     if not isinstance(mapped, sm.StatefulMapping):
-        raise errors.not_mapped(mapped)
+        expected = "what shard_map, pmap2 or vmap2 returned"
+        raise errors.bad_keyword("locate", "mapped", mapped, expected)
     return located(mapped, mapped.unsharded, args, kwargs)
 
 
@@ -150,8 +160,14 @@ def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True)
     arrays = jax.tree.map(lambda x: jnp.asarray(x) if is_numpy(x) else x, call)
     leaves, treedef = tree_util.tree_flatten(arrays)
     traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
-    if len(traces[0].paths) != len(traces[1].paths):
-        raise errors.other_leaves(*(traced.paths for traced in traces))
+    on_mesh, on_device = (traced.paths for traced in traces)
+    if len(on_mesh) != len(on_device):
+        only = [path for path in on_mesh if path not in on_device]
+        only += [path for path in on_device if path not in on_mesh]
+        raise sm.StatemeshError(
+            f"locate: the call on the mesh returns {len(on_mesh)} arrays, and the one on one device "
+            f"{len(on_device)}. Only one of the two returns: {', '.join(only[:8])}."
+        )
     runs = [(True, widened(arrays).values)]
     if narrow and any(_is_inexact(x) and promoted(x.dtype) != x.dtype for x in leaves):
         runs.append((False, jax.tree.map(on_one_device, arrays)))
@@ -174,16 +190,67 @@ def _located(comparison: Comparison, traces: Sequence[Trace], call: PyTree) -> L
         for path, x in tree_util.tree_flatten_with_path(call)[0]
         if is_array_or_type(x) or is_numpy(x)
     ]
-    likeliest, reason = wrong_specs(comparison, paths, arguments), None
+    likeliest, reason = _wrong_specs(comparison, paths, arguments), None
     if not likeliest:
         likeliest, reason = places(comparison)
     if not likeliest:
         number = comparison.right.index(False)
         types = [traced.closed.out_avals[number] for traced in traces]
-        got, want = words.whole_values([values[number].x for values in comparison.ends], types)
+        got, want = whole_values([values[number].x for values in comparison.ends], types)
         result = paths[number]
-        likeliest = [Place("", 0, result, words.A_RESULT, got=got, want=want, shards="")]
+        likeliest = [Place("", 0, result, _NO_LINE, got=got, want=want, shards="")]
     return Located(tuple(likeliest[:_MOST_PLACES]), comparison.matched, reason)
+
+
+# The likeliest specs
+
+
+def _wrong_specs(
+    comparison: Comparison, results: Sequence[str], arguments: Sequence[str]
+) -> list[Place]:
+    """The specs that give results another length on a mesh, the likeliest first.
+
+    They are ordered by how many results each explains, by cost, and by their place among the specs.
+
+    **Arguments:**
+
+    - `results`, `arguments`: the paths of the arrays.
+    """
+    inputs, nodes = comparison.mesh.inputs, comparison.mesh.nodes
+    split = {x: node.spec for node in nodes if node.kind == "split" for x in node.operands}
+    read = {x for node in nodes for x in node.operands}
+    in_specs = {x: split.get(x) or PartitionSpec() for x in inputs if x in read}
+    # What each spec costs for each result that it explains, and what is shown.
+    specs: dict[str, list[tuple[int, Place]]] = {}
+    ends = zip(comparison.mesh.results, *comparison.ends, results, strict=True)
+    for operand, result, single, path in ends:
+        join = comparison.maker.get(operand)
+        got, want = result.x.shape, single.x.shape
+        unequal = [d for d in range(len(want)) if len(got) == len(want) and got[d] != want[d]]
+        if join is None or join.kind != "join" or len(unequal) != 1 or not math.prod(want):
+            continue
+        (d,) = unequal
+        # A result is too long where its spec names axes that no argument's spec names, and too short where
+        # an argument's spec names axes that its own does not.
+        is_short = got[d] < want[d]
+        own_axes = as_names(join.spec[d]) if d < len(join.spec) else ()
+        axes = tuple(join.scope.sizes) if is_short else own_axes
+        # Where each shard has the whole result, only putting it together is wrong.
+        is_out = is_short or (bool(join.operands) and comparison.is_plain(join.operands[0]))
+        explaining = [("out_specs", path, join.spec, int(not is_out))]
+        for x, name in zip(inputs, arguments, strict=True):
+            spec = in_specs.get(x)
+            if spec is None or want[d] not in comparison.values[x].x.shape:
+                continue
+            if is_short != {*names_of_spec(spec)}.isdisjoint(axes):
+                explaining.append(("in_specs", name, spec, int(is_out)))
+        for which, name, spec, cost in explaining:
+            source = f"{which} of {name}: {errors.spec_str(spec)}"
+            length = f"the length of axis {d} of the result"
+            place = Place("", 0, source, length, got=str(got[d]), want=str(want[d]), shards="")
+            specs.setdefault(source, []).append((cost, place))
+    order = sorted(specs.values(), key=lambda each: (-len(each), min(cost for cost, _ in each)))
+    return [each[0][1] for each in order]
 
 
 # The likeliest lines
@@ -222,12 +289,15 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
     trials = mending(reruns, lines, None if is_sure else others(comparison, suspects))
     # The cost of an intervention, the position of its line in the program, and the line.
     positions = {suspect: position for position, suspect in enumerate(suspects)}
-    interventions = [(_cost(x, outcomes[x]), positions[x], x) for x in lines]
+    interventions = []
+    for x in lines:
+        evidence = _COST_OF_EVIDENCE[x.evidence] + _COST_OF_DERIVATIVE * x.transposed
+        interventions.append((evidence + _COST_OF_OUTCOME[outcomes[x]], positions[x], x))
     if not is_sure:
         # Lines that lead to no wrong result come last.
         last = len(suspects)
         interventions += [(x.cost, positions.get(x.suspect, last), x.suspect) for x in trials]
-    by_line: dict[Line | None, Suspect] = {}
+    by_line: dict[SourceLine | None, Suspect] = {}
     for *_, suspect in sorted(interventions, key=lambda intervention: intervention[:2]):
         by_line.setdefault(suspect.line, suspect)
     if not by_line:
@@ -244,11 +314,6 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
         for place in deeper or [_place(reruns, suspect, trial)]:
             shown.setdefault((place.file, place.line), place)
     return list(shown.values())[:_MOST_PLACES], reason
-
-
-def _cost(suspect: Suspect, outcome: Outcome | None) -> int:
-    evidence = _COST_OF_EVIDENCE[suspect.evidence] + _COST_OF_DERIVATIVE * suspect.transposed
-    return evidence + _COST_OF_OUTCOME[outcome]
 
 
 def _places_inside(comparison: Comparison, suspect: Suspect) -> tuple[list[Place], str | None]:
@@ -278,16 +343,16 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
     if comparison.differs(value) and value not in comparison.indices:
         right = next(right_values(comparison, value), None)
         if right is None:
-            got, want = words.shapes(comparison.values[value].shape, comparison.wants.get(value))
+            got, want = shapes_in_words(comparison.values[value].shape, comparison.wants.get(value))
         else:
             names = comparison.scopes[value].sizes
-            got, want, shards = words.most_off(comparison.got(value), right, names)
+            got, want, shards = most_off(comparison.got(value), right, names)
     elif trial:
         # What the change makes is right.
         value, change = next(iter(trial.changes.items()))
         names = (change.scope or comparison.scopes[value]).sizes
-        got, want, shards = words.most_off(*reruns.both(value, change), names)
+        got, want, shards = most_off(*reruns.both(value, change), names)
     known, line = comparison.relations.get(value), suspect.line
     assert line is not None
-    operation, note = words.operation(node), words.partial(known) if known else ""
+    operation, note = name_of_operation(node), relation_in_words(known) if known else ""
     return Place(line.file, line.number, line.source, operation, got, want, shards, note=note)

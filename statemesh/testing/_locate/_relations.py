@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from .._program._numbers import distances, equal, is_key, numbers
-from .._program._stacked import MappedAxes, Stacked, names_of_spec
+from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
 from ._evaluate import on_all_shards
 
@@ -66,7 +65,7 @@ def whole(value: Stacked) -> Numbers:
     return x.reshape(x.shape[len(value.axes) :])
 
 
-def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
+def tolerated(want: Numbers, operands: float, unit: float) -> Numbers:
     """By how much each number of two computations in double precision may differ.
 
     **Arguments:**
@@ -80,22 +79,6 @@ def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
         return np.asarray(min(_NARROW * unit, _MOST) * max(largest(want), 1e-30))
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
     return _RELATIVE * size + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
-
-
-def unequal_copies(value: Stacked, spec: PartitionSpec, unit: float) -> bool:
-    """Whether shards have different values of a result of which any copy is taken.
-
-    **Arguments:**
-
-    - `spec`: how the result is put together.
-    - `unit`: the roundoff of the dtype, where that is not double precision.
-    """
-    named, x = names_of_spec(spec), numbers(value.x)
-    for at, name in enumerate(value.axes):
-        first = np.take(x, [0], at)
-        if name not in named and np.any(distances(x, first) > allowed(first, 0.0, unit)):
-            return True
-    return False
 
 
 def largest(x: Numbers) -> float:
@@ -125,7 +108,7 @@ def relation(
         names = [name for name, size in scope.sizes.items() if size > 1]
         x, lead = on_all_shards(value, scope), len(scope.sizes)
     x = x.reshape((*scope.shape(names), *x.shape[lead:]))
-    limit = allowed(want, operands, unit)
+    limit = tolerated(want, operands, unit)
     tried = (_PARTS, _PARTIAL, *(() if is_key(value.x) else (_MOVED, _MULTIPLE, _ONE)))
     for kinds in tried:
         for way, array in _ways(x, list(map(str, names)), want.shape, kinds, max(1e-10, 64 * unit)):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ._compare import Comparison
 from ._graph import Node
-from ._lines import Line
+from ._lines import SourceLine
 
 
 # Operations that give for a part what only the part knows.
@@ -44,7 +44,7 @@ class Suspect:
     - `evidence`: what speaks for the line.
     """
 
-    line: Line | None
+    line: SourceLine | None
     transposed: bool
     nodes: Sequence[Node]
     values: Sequence[int]
@@ -56,7 +56,7 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
     values = _wrong_values(comparison)
     nodes = [node for node in comparison.mesh.nodes if not values.isdisjoint(node.results)]
     lines = _lines(nodes)
-    by_line: dict[tuple[Line | None, bool], list[Node]] = {}
+    by_line: dict[tuple[SourceLine | None, bool], list[Node]] = {}
     for node in nodes:
         by_line.setdefault((lines[node], node.transposed), []).append(node)
     readers: dict[int, set[Node]] = collections.defaultdict(set)
@@ -86,9 +86,9 @@ def _wrong_values(comparison: Comparison) -> set[int]:
     return values
 
 
-def _lines(nodes: Sequence[Node]) -> dict[Node, Line | None]:
+def _lines(nodes: Sequence[Node]) -> dict[Node, SourceLine | None]:
     """The line of each node; for nodes of libraries, which have none, the line that first uses it."""
-    lines: dict[Node, Line | None] = {node: node.line for node in nodes}
+    lines: dict[Node, SourceLine | None] = {node: node.line for node in nodes}
     reader: dict[int, Node] = {}
     for node in reversed(nodes):
         if lines[node] is None:
@@ -130,7 +130,7 @@ def others(comparison: Comparison, suspects: Sequence[Suspect]) -> list[Suspect]
     They may be wrong all the same: shards may all have what the first of them should have.
     """
     lines = {node.line for suspect in suspects for node in suspect.nodes}
-    by_line: dict[Line, list[Node]] = {}
+    by_line: dict[SourceLine, list[Node]] = {}
     for node in comparison.mesh.nodes:
         dtype = getattr(node.eqn.outvars[0].aval, "dtype", np.dtype(float))
         is_whole = any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, jnp.integer))

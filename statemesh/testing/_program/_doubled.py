@@ -144,10 +144,11 @@ class Doubled:
         return sources_of(self.trace.closed)
 
     @property
-    def sources(self) -> dict[int, list[int]]:
-        """For each array of the results the arrays of the arguments that it depends on, by their leaves."""
+    def exact(self) -> set[int]:
+        """The numbers of the leaves of the results that are arrays and computed without floats."""
+        floats = {k for k, aval in enumerate(self.trace.closed.in_avals) if is_inexact(aval.dtype)}
         pairs = zip(self._outputs, self._flow[0], strict=True)
-        return {leaf: [self._inputs[i] for i in sources] for leaf, sources in pairs}
+        return {leaf for leaf, sources in pairs if floats.isdisjoint(sources)}
 
     @property
     def drawn(self) -> set[int]:

@@ -1,7 +1,7 @@
 """What the replay asks of jaxprs. The one file of `testing` that knows `jax.extend`."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -82,6 +82,43 @@ def counts_of_scan(eqn: Equation) -> tuple[int, int]:
 
     carries = with_equal_ranks(eqn.outvars, body.outvars)
     return with_equal_ranks(eqn.invars, body.invars) - carries, carries
+
+
+def interpreted(
+    jaxpr: Jaxpr,
+    inputs: Iterable[Value],
+    literal: Callable[[core.Literal], Value],
+    run: Callable[[Equation, list[Value]], Sequence[Value]],
+) -> list[Value]:
+    """What stands for the results of a jaxpr.
+
+    **Arguments:**
+
+    - `inputs`: what stands for its constants, and for its inputs.
+    - `literal`: gives what stands for a literal.
+    - `run`: gives what stands for the results of an equation, from what stands for its operands.
+    """
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+    def value_of(atom: Atom) -> Value:
+        return literal(atom) if is_literal(atom) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        results = run(eqn, [value_of(atom) for atom in eqn.invars])
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def operands_of_loop(
+    eqn: Equation, operands: Sequence[Value]
+) -> tuple[Sequence[Value], Sequence[Value], Sequence[Value]]:
+    """What each round of a scan or a `while_loop` gets: constants, what is carried, and what is scanned."""
+    if eqn.primitive.name == "while":
+        of_condition = eqn.params["cond_nconsts"]
+        first = of_condition + eqn.params["body_nconsts"]
+        return operands[of_condition:first], operands[first:], []
+    first, carries = counts_of_scan(eqn)
+    return operands[:first], operands[first : first + carries], operands[first + carries :]
 
 
 def inner_jaxprs(eqn: Equation) -> list[Jaxpr]:
@@ -176,11 +213,12 @@ NONE: Sources = frozenset()
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     """For each result the number of the constant or argument that it is; `None` if it is computed."""
-    numbers = {var: k for k, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
-    for eqn in filter(is_identity, jaxpr.eqns):
-        pairs = zip(eqn.invars, eqn.outvars, strict=True)
-        numbers.update({b: numbers[a] for a, b in pairs if not is_literal(a) and a in numbers})
-    return [None if is_literal(var) else numbers.get(var) for var in jaxpr.outvars]
+
+    def run(eqn: Equation, numbers: list[int | None]) -> Sequence[int | None]:
+        return numbers if is_identity(eqn) else [None] * len(eqn.outvars)
+
+    count = len(jaxpr.constvars) + len(jaxpr.invars)
+    return interpreted(jaxpr, range(count), lambda _: None, run)
 
 
 def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
@@ -189,54 +227,41 @@ def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
     An argument is drawn from if it is, or holds, a key from which the program draws. In a loop whose carries
     change their places, an argument too many can be named.
     """
-    jaxpr = opened(jaxpr)
-    return _flow(jaxpr, [frozenset([k]) for k in range(len(jaxpr.invars))])
+    drawn: set[int] = set()
 
+    def flow(jaxpr: Jaxpr, inputs: Sequence[Sources]) -> list[Sources]:
+        constants = [NONE] * len(jaxpr.constvars)
+        return interpreted(jaxpr, [*constants, *inputs], lambda _: NONE, through)
 
-def _flow(jaxpr: Jaxpr, inputs: Sequence[Sources]) -> tuple[list[Sources], Sources]:
-    """What each result depends on, up to the numbers that are drawn; and what is drawn from."""
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-    drawn = NONE
-    for eqn in jaxpr.eqns:
-        sources = [NONE if is_literal(x) else known.get(x, NONE) for x in eqn.invars]
+    def through(eqn: Equation, sources: list[Sources]) -> list[Sources]:
+        every, count, inner = NONE.union(*sources), len(eqn.outvars), inner_jaxprs(eqn)
         if is_draw(eqn):
-            drawn = drawn.union(*sources)
-            continue
-        results, more = _through(eqn, sources)
-        drawn |= more
-        known.update(zip(eqn.outvars, results, strict=True))
-    outs = [NONE if is_literal(x) else known.get(x, NONE) for x in jaxpr.outvars]
-    return outs, drawn
-
-
-def _through(eqn: Equation, sources: list[Sources]) -> tuple[list[Sources], Sources]:
-    every = NONE.union(*sources)
-    inner = inner_jaxprs(eqn)
-    if not inner:
-        return [every] * len(eqn.outvars), NONE
-    unknown = every if any(map(draws, inner)) else NONE
-    # A branch gets all operands but the first; what is called, or scanned, gets all.
-    operands = sources[1:] if eqn.primitive.name == "cond" else sources
-    outs, drawn = [NONE] * len(eqn.outvars), NONE
-    for jaxpr in inner:
-        if len(jaxpr.invars) != len(operands) or len(jaxpr.outvars) != len(outs):
-            return [every] * len(outs), unknown
+            drawn.update(every)
+            return [NONE] * count
+        # A branch gets all operands but the predicate; what is called, or scanned, gets all.
+        is_branch = eqn.primitive.name == "cond"
+        operands = sources[1:] if is_branch else sources
+        fits = all((len(x.invars), len(x.outvars)) == (len(operands), count) for x in inner)
+        if not inner or not fits:
+            drawn.update(every if any(map(draws, inner)) else NONE)
+            return [every] * count
         if eqn.primitive.name == "scan":
-            operands = _carried(eqn, jaxpr, operands)
-        results, more = _flow(jaxpr, operands)
-        outs, drawn = [a | b for a, b in zip(outs, results, strict=True)], drawn | more
-    return outs, drawn
+            return rounds(eqn, inner[0], operands)
+        of_each = [flow(jaxpr, operands) for jaxpr in inner]
+        predicate = sources[0] if is_branch else NONE
+        return [predicate.union(*some) for some in zip(*of_each, strict=True)]
 
+    def rounds(eqn: Equation, body: Jaxpr, operands: list[Sources]) -> list[Sources]:
+        """What the results of a scan depend on once its carries have gone round."""
+        first, count = counts_of_scan(eqn)
+        while True:
+            results = flow(body, operands)
+            new = list(operands)
+            for k in range(count):
+                new[first + k] |= results[k]
+            if new == operands:
+                return results
+            operands = new
 
-def _carried(eqn: Equation, jaxpr: Jaxpr, operands: list[Sources]) -> list[Sources]:
-    """What the operands of a scan depend on once its carries have gone round."""
-    first, count = counts_of_scan(eqn)
-    while True:
-        results, _ = _flow(jaxpr, operands)
-        carries = [
-            a | b for a, b in zip(operands[first : first + count], results[:count], strict=True)
-        ]
-        new = [*operands[:first], *carries, *operands[first + count :]]
-        if new == operands:
-            return new
-        operands = new
+    jaxpr = opened(jaxpr)
+    return flow(jaxpr, [frozenset([k]) for k in range(len(jaxpr.invars))]), frozenset(drawn)

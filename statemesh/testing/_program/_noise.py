@@ -68,7 +68,7 @@ class OwnDtypes:
         eqn: Equation,
         xs: Sequence[AnyLeaf],
         run: Callable[..., list[AnyLeaf]],
-        shards: int = 1,
+        shards: int,
     ) -> list[AnyLeaf]:
         """The results of an equation that `run` computes. A collective is over so many shards."""
         del eqn, shards
@@ -244,14 +244,14 @@ class Noisy(Promoted):
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         run = super().bind
-        return self.reduced(eqn, xs, lambda *xs: run(eqn, xs))
+        return self.reduced(eqn, xs, lambda *xs: run(eqn, xs), 1)
 
     def reduced(
         self,
         eqn: Equation,
         xs: Sequence[AnyLeaf],
         run: Callable[..., list[AnyLeaf]],
-        shards: int = 1,
+        shards: int,
     ) -> list[AnyLeaf]:
         name = eqn.primitive.name
         narrows = self.keeps_dtype(eqn)

@@ -19,8 +19,8 @@ import statemesh as sm
 from .. import _errors as errors
 from .._types import AnyLeaf, Numbers
 from . import _jaxprs as jaxprs
-from ._collectives import RULES, collective, communicating_axes, nested_collectives
-from ._jaxprs import Atom, Equation, Jaxpr, is_literal, names_of, new_axes
+from ._collective_rules import RULES, collective, communicating_axes, nested_collectives
+from ._jaxprs import Equation, Jaxpr, names_of, new_axes
 from ._noise import OwnDtypes
 from ._numbers import data_of, more_than_rounding
 from ._stacked import Axes, MappedAxes, Stacked, names_of_spec
@@ -134,28 +134,19 @@ class Replay:
         # Loops and branches ask again and again. The jaxpr lives as long as this object, so its id is a key.
         key = (id(jaxpr), stacks, tuple(scope.sizes), tuple(scope.indices))
         if key not in self._axes:
-
-            def probe(*xs: Any) -> None:
-                results = self.run(jaxpr, _stacked(xs, stacks), Frame(scope, self.no_differences))
-                self._axes[key] = [value.axes for value in results]
-
-            jax.eval_shape(probe, *_arrays(values))
+            probe = lambda values: self.run(jaxpr, values, Frame(scope, self.no_differences))
+            self._axes[key] = [value.axes for value in jax.eval_shape(probe, list(values))]
         return self._axes[key]
 
     def _run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+        def literal(atom: Any) -> Stacked:
+            # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
+            return Stacked(self.arithmetic.literal(atom.val, atom.aval.dtype))
 
-        def value_of(atom: Atom) -> Stacked:
-            if is_literal(atom):
-                # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
-                aval: Any = atom.aval
-                return Stacked(self.arithmetic.literal(atom.val, aval.dtype))
-            return known[atom]
+        def run(eqn: Equation, values: list[Stacked]) -> list[Stacked]:
+            return self._equation(eqn, values, frame)
 
-        for eqn in jaxpr.eqns:
-            results = self._equation(eqn, [value_of(atom) for atom in eqn.invars], frame)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [value_of(atom) for atom in jaxpr.outvars]
+        return jaxprs.interpreted(jaxpr, values, literal, run)
 
     def _equation(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked]:
         name, scope = eqn.primitive.name, frame.scope
@@ -182,18 +173,16 @@ class Replay:
         if why := _not_replayed(eqn):
             raise self._refused(name, why)
         over = scope.union(values)
-        if over and name in _SHARD_BY_SHARD and not _draws_safely(eqn):
-            return self._shard_by_shard(self._plain, over, eqn, values, frame)
-        try:
-            return self._plain(eqn, values, frame)
-        except NotImplementedError:
-            if not over:
-                raise
-            # The primitive has no rule for `vmap`.
-            return self._shard_by_shard(self._plain, over, eqn, values, frame)
-        except NameError as error:
-            # A collective that has no rule in `RULES`: outside of a map its axis is not bound.
-            raise self._refused(name) from error
+        if not over or name not in _SHARD_BY_SHARD or _draws_safely(eqn):
+            try:
+                return self._plain(eqn, values, frame)
+            except NotImplementedError:  # The primitive has no rule for `vmap`.
+                if not over:
+                    raise
+            except NameError as error:
+                # A collective that has no rule in `RULES`: outside of a map its axis is not bound.
+                raise self._refused(name) from error
+        return self._shard_by_shard(self._plain, over, eqn, values, frame)
 
     def _plain(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         return frame.scope.over_axes(lambda *xs: self.arithmetic.bind(eqn, xs), values)
@@ -258,31 +247,25 @@ class Replay:
         of_each = [self.axes(branch, operands, scope) for branch in branches]
         # A branch may vary along fewer axes than another. All must return arrays of the same shape.
         axes = [scope.in_order(set().union(*each)) for each in zip(*of_each, strict=True)]
-        taken = [
-            functools.partial(self._run_as, jaxpr, operands, axes, scope) for jaxpr in branches
-        ]
-        xs, frame.differences = jax.lax.switch(
-            index.x, taken, frame.differences, *_arrays(operands)
-        )
-        return _stacked(xs, axes)
+        taken = [functools.partial(self._run_as, axes, scope, jaxpr) for jaxpr in branches]
+        results, frame.differences = jax.lax.switch(index.x, taken, operands, frame.differences)
+        return results
 
     def _while(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         params, scope = eqn.params, frame.scope
-        first = params["cond_nconsts"] + params["body_nconsts"]
-        of_cond, of_body = values[: params["cond_nconsts"]], values[params["cond_nconsts"] : first]
         condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-        carry = _fixed_point(
-            values[first:], scope, lambda carry: self.axes(body, [*of_body, *carry], scope)
-        )
+        of_cond = values[: params["cond_nconsts"]]
+        of_body, start, _ = jaxprs.operands_of_loop(eqn, values)
+        carry = self._carried(body, of_body, start, [], scope)
         (varying,) = self.axes(condition, [*of_cond, *carry], scope)
         own_way, must_agree = _partitioned_axes(eqn, varying)
         if own_way:
             return self._shard_by_shard(self._while, own_way, eqn, values, frame)
         axes = [value.axes for value in carry]
 
-        def goes_on(xs: Sequence[AnyLeaf], differences: Differences) -> tuple[Any, Differences]:
+        def goes_on(carry: list[Stacked], differences: Differences) -> tuple[Any, Differences]:
             inner = Frame(scope, differences)
-            (go,) = self.run(condition, [*of_cond, *_stacked(xs, axes)], inner)
+            (go,) = self.run(condition, [*of_cond, *carry], inner)
             # Where shards do not agree, all stop: the difference is reported, and no loop runs for ever.
             every = jnp.all(go.x, tuple(range(len(go.axes))))
             return every & self._one_copy(eqn, 0, go, must_agree, inner).x, inner.differences
@@ -292,68 +275,77 @@ class Replay:
             return jnp.any(go) & (self.most_rounds is None or rounds < self.most_rounds)
 
         def once(state: Any) -> Any:
-            rounds, go, xs, differences = state
-            like, inputs = [*of_body, *carry], [*_arrays(of_body), *xs]
-            new, differences = self._run_as(body, like, axes, scope, differences, *inputs)
+            rounds, go, old, differences = state
+            new, differences = self._run_as(axes, scope, body, [*of_body, *old], differences)
             if go.ndim:
                 # A loop under `vmap` has a predicate for each lane. A lane that has ended keeps its values.
-                new = [
-                    _in_lanes(go, a, b, names) for a, b, names in zip(new, xs, axes, strict=True)
-                ]
+                new = [_in_lanes(go, *both) for both in zip(new, old, strict=True)]
             go, differences = goes_on(new, differences)
             return rounds + 1, go, new, differences
 
-        go, differences = goes_on(_arrays(carry), frame.differences)
-        start = jnp.int32(0), go, _arrays(carry), differences
-        _, go, xs, frame.differences = jax.lax.while_loop(is_next, once, start)
+        go, differences = goes_on(carry, frame.differences)
+        state = jnp.int32(0), go, carry, differences
+        _, go, carry, frame.differences = jax.lax.while_loop(is_next, once, state)
         if self.most_rounds is not None:
             stopped = jnp.any(go).astype(np.float32)
             self._note(eqn, _UNENDED, stopped, jnp.zeros(2, np.int32), frame)
-        return _stacked(xs, axes)
+        return carry
 
     def _scan(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         params, scope, body = eqn.params, frame.scope, eqn.params["jaxpr"]
-        first, carries = jaxprs.counts_of_scan(eqn)
-        consts, scanned = values[:first], values[first + carries :]
+        consts, start, scanned = jaxprs.operands_of_loop(eqn, values)
+        carries = len(start)
         # The types of one round: enough to ask along which axes its results are stacked.
         slices = [Stacked(_one_round(value), value.axes) for value in scanned]
 
-        def after(carry: Sequence[Stacked]) -> list[Axes]:
-            return self.axes(body, [*consts, *carry, *slices], scope)
+        carry = self._carried(body, consts, start, slices, scope)
+        # The results that a scan stacks keep the axes along which they differ.
+        axes = [*(value.axes for value in carry), *[()] * (len(eqn.outvars) - carries)]
 
-        carry = _fixed_point(values[first : first + carries], scope, after)
-        axes = [*(value.axes for value in carry), *after(carry)[carries:]]
+        def once(state: Any, slices: list[Stacked]) -> Any:
+            carry, differences = state
+            inputs = [*consts, *carry, *slices]
+            results, differences = self._run_as(axes, scope, body, inputs, differences)
+            return (results[:carries], differences), results[carries:]
 
-        def once(state: Any, xs: Any) -> Any:
-            differences, *mine = state
-            like, inputs = [*consts, *carry, *slices], [*_arrays(consts), *mine, *xs]
-            results, differences = self._run_as(body, like, axes, scope, differences, *inputs)
-            return (differences, *results[:carries]), results[carries:]
-
-        (frame.differences, *last), ys = jax.lax.scan(
+        (carry, frame.differences), stacks = jax.lax.scan(
             once,
-            (frame.differences, *_arrays(carry)),
-            [jnp.moveaxis(value.x, len(value.axes), 0) for value in scanned],
+            (carry, frame.differences),
+            [_with_axis_moved(value, len(value.axes), 0) for value in scanned],
             length=params["length"],
             reverse=params["reverse"],
         )
-        ys = [jnp.moveaxis(y, 0, len(mine)) for y, mine in zip(ys, axes[carries:], strict=True)]
-        return _stacked([*last, *ys], axes)
+        return [*carry, *(_with_axis_moved(value, 0, len(value.axes)) for value in stacks)]
+
+    def _carried(
+        self,
+        body: Jaxpr,
+        consts: Sequence[Stacked],
+        carry: Sequence[Stacked],
+        slices: Sequence[Stacked],
+        scope: MappedAxes,
+    ) -> list[Stacked]:
+        """What a loop carries, stacked along all axes along which it may differ in any round."""
+        # In each round a value can spread along further axes, until there is no axis left.
+        while True:
+            after = self.axes(body, [*consts, *carry, *slices], scope)
+            grown = [scope.spread(value, axes) for value, axes in zip(carry, after, strict=False)]
+            if all(a is b for a, b in zip(grown, carry, strict=True)):
+                return grown
+            carry = grown
 
     def _run_as(
         self,
-        jaxpr: Jaxpr,
-        like: Sequence[Stacked],
         axes: Sequence[Axes],
         scope: MappedAxes,
+        jaxpr: Jaxpr,
+        values: Sequence[Stacked],
         differences: Differences,
-        *xs: AnyLeaf,
-    ) -> tuple[list[Any], Differences]:
-        """The results, stacked along `axes`, of a jaxpr on arrays that are stacked as `like`."""
+    ) -> tuple[list[Stacked], Differences]:
+        """The results of a jaxpr, copied for each shard along `axes`, and the differences until then."""
         inner = Frame(scope, differences)
-        results = self.run(jaxpr, _stacked(xs, [value.axes for value in like]), inner)
-        pairs = zip(results, axes, strict=True)
-        return [scope.spread(value, names).x for value, names in pairs], inner.differences
+        results = zip(self.run(jaxpr, values, inner), axes, strict=True)
+        return [scope.spread(value, names) for value, names in results], inner.differences
 
     def _shard_by_shard(
         self,
@@ -366,31 +358,25 @@ class Replay:
         """Run an equation shard by shard along some axes, so that each runs nothing but its own way."""
         scope = frame.scope
         sizes = {name: size for name, size in scope.sizes.items() if name not in over}
-        stacked = [i for i, value in enumerate(values) if set(value.axes) & set(over)]
-        flat = {i: scope.flat(values[i], over) for i in stacked}
-        # The axes of the results are known only after the function has been traced.
-        axes: list[Axes] = []
+        varying = {i for i, value in enumerate(values) if set(value.axes) & set(over)}
+        flat = {i: Stacked(*scope.flat(values[i], over)) for i in varying}
 
         def shard(item: Any) -> Any:
-            indices, xs = item
-            mine = list(values)
-            for i, x in zip(stacked, xs, strict=True):
-                mine[i] = Stacked(x, flat[i][1])
+            indices, parts = item
             here = dict(zip(over, indices, strict=True))
             inner = Frame(MappedAxes(sizes, {**scope.indices, **here}), self.no_differences)
-            results = rule(eqn, mine, inner)
-            axes[:] = [value.axes for value in results]
-            return _arrays(results), inner.differences
+            results = rule(eqn, [parts.get(i, x) for i, x in enumerate(values)], inner)
+            return results, inner.differences
 
         shape = scope.shape(over)
         grid = jnp.indices(shape, dtype=jnp.int32).reshape(len(shape), -1)
-        xs, (amounts, positions) = jax.lax.map(shard, (list(grid), [flat[i][0] for i in stacked]))
+        results, (amounts, positions) = jax.lax.map(shard, (list(grid), flat))
         worst = jnp.argmax(amounts, 0)
         frame.note(
             jnp.take_along_axis(amounts, worst[None], 0)[0],
             jnp.take_along_axis(positions, worst[None, :, None], 0)[0],
         )
-        return [scope.unflat(x, over, rest) for x, rest in zip(xs, axes, strict=True)]
+        return [scope.unflat(value.x, over, value.axes) for value in results]
 
     # Promises
 
@@ -528,25 +514,11 @@ def _partitioned_axes(
     return [n for n in axes if n not in communicating], [n for n in axes if n in communicating]
 
 
-def _fixed_point(
-    carry: Sequence[Stacked],
-    scope: MappedAxes,
-    after: Callable[[Sequence[Stacked]], list[Axes]],
-) -> list[Stacked]:
-    """What a loop carries, stacked along all axes along which it may differ after any number of rounds."""
-    # In each round a value can spread along further axes, until there is no axis left.
-    while True:
-        new = after(carry)[: len(carry)]
-        grown = [scope.spread(value, axes) for value, axes in zip(carry, new, strict=True)]
-        if all(a is b for a, b in zip(grown, carry, strict=True)):
-            return grown
-        carry = grown
-
-
-def _in_lanes(lanes: jax.Array, new: AnyLeaf, old: AnyLeaf, axes: Axes) -> AnyLeaf:
-    """New values in some lanes, which come after the mesh axes."""
-    shape = (*[1] * len(axes), *lanes.shape)
-    return jnp.where(lanes.reshape(*shape, *[1] * (new.ndim - len(shape))), new, old)
+def _in_lanes(lanes: jax.Array, new: Stacked, old: Stacked) -> Stacked:
+    """A new value in some lanes, which come after the mesh axes."""
+    shape = (*[1] * len(new.axes), *lanes.shape)
+    is_new = lanes.reshape(*shape, *[1] * (new.x.ndim - len(shape)))
+    return Stacked(jnp.where(is_new, new.x, old.x), new.axes)
 
 
 def _one_round(value: Stacked) -> jax.ShapeDtypeStruct:
@@ -555,12 +527,9 @@ def _one_round(value: Stacked) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, value.x.dtype)
 
 
-def _stacked(xs: Sequence[AnyLeaf], axes: Sequence[Axes]) -> list[Stacked]:
-    return [Stacked(x, names) for x, names in zip(xs, axes, strict=True)]
-
-
-def _arrays(values: Sequence[Stacked]) -> list[Any]:
-    return [value.x for value in values]
+def _with_axis_moved(value: Stacked, source: int, target: int) -> Stacked:
+    """The value with an axis of its array moved, such as that of the rounds of a scan."""
+    return Stacked(jnp.moveaxis(value.x, source, target), value.axes)
 
 
 def _not_replayed(eqn: Equation) -> str:

@@ -1,6 +1,7 @@
 """The values of all shards in one array whose leading axes are mesh axes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -15,9 +16,10 @@ from jax.typing import ArrayLike
 Axes: TypeAlias = tuple[Hashable, ...]
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["axes"])
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stacked:
-    """One value as all shards have it.
+    """One value as all shards have it. To JAX it is a tree of one leaf, so that loops can carry it.
 
     **Attributes:**
 

@@ -57,15 +57,15 @@ CHANGES = (
     ),
     (
         "a spec swapped for another filter's",
-        "_call/_specs.py",
+        "_call/_mesh_and_specs.py",
         "entries[hit] for hit in hits",
         "entries[-1 - hit] for hit in hits",
     ),
     (
         "the last filter wins",
         "_state/_filters.py",
-        "first.append(hits[0] if hits else None)",
-        "first.append(hits[-1] if hits else None)",
+        "matches.append(hits[0] if hits else None)",
+        "matches.append(hits[-1] if hits else None)",
     ),
     (
         "a written state forgotten",
