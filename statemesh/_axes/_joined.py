@@ -132,8 +132,8 @@ def _few(items: Sequence[Item], at_once: int = _FUSED) -> list[Sequence[Item]]:
 Collective: TypeAlias = Callable[[AnyArray, tuple[AxisName, ...]], AnyArray]
 
 # In bytes. An array of this size goes alone: its copies cost more than a collective.
-LARGE = 2**20
-_BUCKET = 4 * 2**20
+LARGE = 2**18
+_BUCKET = 4 * LARGE
 
 
 def together(
@@ -184,7 +184,7 @@ def _several(
     @custom_vmap
     def run(*arrays: AnyArray) -> list[AnyArray]:
         if math.prod(map(jax.lax.axis_size, names)) == 1:
-            # XLA drops a reduction over one device, but not the copies of arrays that are put end to end.
+            # One device sends nothing, so that copies to put arrays end to end would save nothing.
             return [collective(x, names) for x in arrays]
         reduce = partial(_as_one, lambda x: collective(x, names))
         return by_groups(reduce, arrays, _buckets(arrays))

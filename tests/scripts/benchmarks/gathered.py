@@ -14,8 +14,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from statistics import median
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +63,15 @@ def loss(model: list[Layer], x: jax.Array, whole: Callable[[Layer], Layer]) -> j
     return jnp.square(x).mean()
 
 
-def programs(axes: Axes, kibibytes: list[int]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """A compiled call and its arguments for each program."""
+class Program(NamedTuple):
+    """A call, its arguments, and the bytes of temporaries of the compiled program."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    temporaries: int
+
+
+def programs(axes: Axes, kibibytes: list[int]) -> dict[str, Program]:
     case = Case("transformer", axes, jax.device_count(), 0)
     model = sm.place(sm.fsdp(layers(), case.mesh, "x", min_size=0), case.mesh)
     x = np.random.default_rng(1).normal(size=(2 * jax.device_count(), TOKENS, WIDTH))
@@ -94,17 +102,19 @@ def programs(axes: Axes, kibibytes: list[int]) -> dict[str, tuple[Any, tuple[Any
         return value, grads
 
     mapped = jax.shard_map(by_hand, mesh=case.mesh, in_specs=(specs, split), out_specs=(P(), specs))
-    found = {"by hand": (jax.jit(mapped).lower(parts, x).compile(), (parts, x))}
+    compiled = jax.jit(mapped).lower(parts, x).compile()
+    found = {"by hand": Program(compiled, (parts, x), temporaries(compiled))}
     for limit in kibibytes:
         _fsdp.LARGE = limit * 2**10
         ours = sm.shard_map(step, case.mesh, (None, split), P())
+        held = temporaries(ours.lower(model, x).compile())
+        # The first call traces with this limit too.
         jax.block_until_ready(ours(model, x))
-        found[f"{limit} KiB"] = ours, (model, x)
+        found[f"{limit} KiB"] = Program(ours, (model, x), held)
     return found
 
 
-def temporaries(call: Any, args: tuple[Any, ...]) -> int:
-    compiled = call.lower(*args).compile() if hasattr(call, "lower") else call
+def temporaries(compiled: Any) -> int:
     held: int = compiled.memory_analysis().temp_size_in_bytes
     return held
 
@@ -112,11 +122,9 @@ def temporaries(call: Any, args: tuple[Any, ...]) -> int:
 def measure(kibibytes: list[int], rounds: int, seconds: float) -> None:
     for axes in get_args(Axes):
         found = programs(axes, kibibytes)
-        calls = {
-            name: (lambda call=call, args=args: call(*args)) for name, (call, args) in found.items()
-        }
-        for call in [*calls.values()] * 2:
-            wall, _ = timed(call)
+        calls = {name: partial(program.call, *program.args) for name, program in found.items()}
+        for _ in range(2):
+            wall = sum(timed(call)[0] for call in calls.values())
         turns = max(2, int(seconds / wall))
         times: list[dict[str, float]] = []
         for _ in range(rounds):
@@ -125,11 +133,11 @@ def measure(kibibytes: list[int], rounds: int, seconds: float) -> None:
                 for name in [*calls][:: -1 if turn % 2 else 1]:
                     of_round[name].append(timed(calls[name])[0])
             times.append({name: median(of_call) for name, of_call in of_round.items()})
-        for name, (call, args) in found.items():
+        for name, program in found.items():
             ratios = sorted(of_round[name] / of_round["by hand"] for of_round in times)
             wall = 1e3 * median(of_round[name] for of_round in times)
             shown = f"{median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-            held = temporaries(call, args) / 2**20
+            held = program.temporaries / 2**20
             print(f"| {axes} | {name} | {wall:.3g} | {shown} | {held:.2f} |", flush=True)
 
 

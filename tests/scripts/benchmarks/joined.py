@@ -118,9 +118,9 @@ def measure_models(
                 calls[axes, limit] = with_statemesh(Case(model, axes, jax.device_count(), 0)).step
                 # The first call traces with these limits.
                 jax.block_until_ready(calls[axes, limit]())
-        for call in [*calls.values()] * 2:
-            wall, _ = timed(call)
-        turns = max(2, min(200, int(seconds / wall)))
+        for _ in range(2):
+            wall = sum(timed(call)[0] for call in calls.values())
+        turns = max(2, int(seconds / wall))
         if jax.process_count() > 1:
             turns = int(multihost_utils.broadcast_one_to_all(turns))
         times: list[dict[tuple[Axes, int], float]] = []
