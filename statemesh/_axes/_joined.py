@@ -132,7 +132,7 @@ def _few(items: Sequence[Item], at_once: int = _FUSED) -> list[Sequence[Item]]:
 Collective: TypeAlias = Callable[[AnyArray, tuple[AxisName, ...]], AnyArray]
 
 # In bytes. An array of this size goes alone: its copies cost more than a collective.
-LARGE = 2**18
+LARGE = 2**17
 _BUCKET = 4 * LARGE
 
 

@@ -97,9 +97,9 @@ def test_large_arrays_go_alone_and_others_in_as_few_as_memory_allows() -> None:
 
     kib = 2**10 // 4
     assert collectives(*[kib] * 150) == 1
-    assert collectives(*[kib] * 150, 256 * kib, 256 * kib) == 3
-    # Six times 200 KiB are more than what is copied at once.
-    assert collectives(*[200 * kib] * 6) == 2
+    assert collectives(*[kib] * 150, 128 * kib, 128 * kib) == 3
+    # Six times 100 KiB are more than what is copied at once.
+    assert collectives(*[100 * kib] * 6) == 2
 
 
 def test_nothing_is_joined_where_one_device_reduces() -> None:

@@ -179,7 +179,7 @@ def test_layer_by_layer_in_a_scan_with_remat(check_vma: bool, kind: AxisType) ->
 @pytest.mark.parametrize(("dtype", "check_vma"), [("float32", False), ("bfloat16", True)])
 def test_bits_are_those_of_separate_gathers(dtype: str, check_vma: bool) -> None:
     """Small arrays go together, and each large one by itself. The whole array decides what is large."""
-    rows = 2**18 // jnp.dtype(dtype).itemsize // 8
+    rows = 2**17 // jnp.dtype(dtype).itemsize // 8
     specs = {"a": P("x", None), "b": P(None, "x", None), "c": P("x", None), "d": P(None, "x")}
     shapes = {"a": (8, 4), "b": (2, 8, 2), "c": (rows, 8), "d": (2 * rows, 4)}
     given = {name: values(*shape, dtype=dtype) for name, shape in shapes.items()}

@@ -1,7 +1,7 @@
 """Reductions over all devices, joined by statemesh and one by one: means of states, and training steps.
 
     python -m tests.scripts.benchmarks.joined [--processes 1 2] [--devices 8] [--rounds 3] [--donate]
-    python -m tests.scripts.benchmarks.joined --models transformer cnn mlp [--kibibytes 0 16 64 256 1024]
+    python -m tests.scripts.benchmarks.joined --models transformer cnn mlp [--kibibytes 0 64 128 256 1024]
 
 Without `--models` every state lies on every device and moves towards the mean of the input; then the mean
 over the devices is taken, on meshes of Explicit and of Auto axes. One by one it is taken by hand. It prints,
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--donate", action="store_true")
     parser.add_argument("--models", choices=get_args(Model), nargs="+")
-    parser.add_argument("--kibibytes", type=int, nargs="+", default=[0, 16, 64, 256, 1024])
+    parser.add_argument("--kibibytes", type=int, nargs="+", default=[0, 64, 128, 256, 1024])
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is None:
