@@ -191,7 +191,7 @@ def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
 
     It stands inside a mapped call: for the whole model, or in each layer for its own parameters, also inside
     `jax.checkpoint` and loops. One collective gathers all small arrays of one dtype that are split over the
-    same mesh axes. An array that is 128 KiB or more when it is whole goes alone: no second copy of it is made.
+    same mesh axes. An array that is 128 KiB or more when it is whole goes alone, without a second copy of it.
 
     In the loss of a `value_and_grad` that names the axis, the transpose of each is one reduce-scatter: each
     shard gets the sum of its part. Gradients of float16 and bfloat16 are summed in float32 there. Anywhere

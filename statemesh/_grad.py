@@ -598,8 +598,8 @@ class Scope:
             plans = [self.reduction.typed(param, over, axes) for param in params]
             plans.append(self.reduction.of_loss(over, axes))
             values = self.reduction.with_names(reduce_on_mesh(values, plans, self.from_types))
-        pairs = zip(values, dtypes, strict=True)
-        *grads, loss = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
+        narrowed = zip(values, dtypes, strict=True)
+        *grads, loss = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in narrowed]
         return loss, grads
 
     def _scattered(self, grads: Sequence[Leaf]) -> list[Leaf]:
