@@ -533,22 +533,22 @@ def scattered(arrays: Sequence[Leaf], steps: Sequence[Sequence[Step]]) -> list[L
         groups: dict[Hashable, list[int]] = {}
         for k, of_array in enumerate(steps):
             if turn < len(of_array):
-                axis, names, split_over, is_large = of_array[turn]
-                parts[k] = x = compat.vary(parts[k], names)
+                axis, names, _, is_large = of_array[turn]
+                x = parts[k]
                 if is_large:
                     how: Any = {"scatter_dimension": axis, "tiled": True}
                     parts[k] = jax.lax.psum_scatter(x, names, **how)
                 else:
-                    key = names, x.dtype, split_over, compat.varying(x)
-                    groups.setdefault(key, []).append(k)
+                    groups.setdefault((names, x.dtype, compat.varying(x)), []).append(k)
         for members in groups.values():
             names = steps[members[0]][turn].names
             count = math.prod(map(jax.lax.axis_size, names))
             fronts = [jnp.moveaxis(parts[k], steps[k][turn].axis, 0) for k in members]
             # A row for each shard.
-            rows = jnp.concatenate([front.reshape(count, -1) for front in fronts], axis=1)
-            row = jax.lax.psum_scatter(rows, names)
-            pieces = jax.lax.split(row, [front.size // count for front in fronts])
+            sizes = [front.size // count for front in fronts]
+            pairs = zip(fronts, sizes, strict=True)
+            rows = jnp.concatenate([x.reshape(count, size) for x, size in pairs], axis=1)
+            pieces = jax.lax.split(jax.lax.psum_scatter(rows, names), sizes)
             for k, front, piece in zip(members, fronts, pieces, strict=True):
                 part = piece.reshape(front.shape[0] // count, *front.shape[1:])
                 parts[k] = jnp.moveaxis(part, 0, steps[k][turn].axis)

@@ -38,11 +38,8 @@ from tests.scripts.benchmarks.peers._models import Model
 from tests.scripts.benchmarks.peers._training import with_statemesh
 
 
-# So many states of so many bytes each.
-CASES = [
-    *((10, 64), (100, 64), (100, 4 * 2**10), (16, 64 * 2**10), (8, 256 * 2**10), (8, 512 * 2**10)),
-    *((8, 2**20), (4, 4 * 2**20), (2, 16 * 2**20), (2, 64 * 2**20)),
-]
+# So many states of so many bytes each. The last ones go alone.
+CASES = ((10, 64), (100, 64), (100, 4 * 2**10), (16, 64 * 2**10), (8, 256 * 2**10))
 AXES = get_args(Axes)
 
 
