@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ._axes._joined import end_to_end, is_narrow
+from ._axes._joined import LARGE, end_to_end, is_narrow
 from ._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_lanes
 from ._base._checks import is_inexact, required_names
 from ._base._errors import (
@@ -32,6 +32,7 @@ from ._base._types import (
     Array,
     Axes,
     AxisName,
+    KeyPath,
     Leaf,
     PyTree,
     SeveralAxes,
@@ -188,13 +189,13 @@ def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
     """The tree with the parameters whole that `fsdp` split over mesh axes.
 
     It stands inside a mapped call: for the whole model, or in each layer for its own parameters, also inside
-    `jax.checkpoint` and loops. One collective gathers all arrays of one dtype that are split over the same
-    mesh axes.
+    `jax.checkpoint` and loops. One collective gathers all small arrays of one dtype that are split over the
+    same mesh axes. An array that is 128 KiB or more when it is whole goes alone, without a second copy of it.
 
-    In the loss of a `value_and_grad` that names the axis, the transpose is one reduce-scatter: each shard
-    gets the sum of its part. Gradients of float16 and bfloat16 are summed in float32 there. Anywhere else the
-    whole parameters are the same on all shards, in type too: a `value_and_grad` of them gives whole
-    gradients, reduced over all shards.
+    In the loss of a `value_and_grad` that names the axis, the transpose of each is one reduce-scatter: each
+    shard gets the sum of its part. Gradients of float16 and bfloat16 are summed in float32 there. Anywhere
+    else the whole parameters are the same on all shards, in type too: a `value_and_grad` of them gives whole
+    gradients, reduced over all shards, or with `split_as` this shard's parts of these.
 
     **Arguments:**
 
@@ -230,25 +231,20 @@ def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
     """
     axis_names = required_names("gather", axis_name)
     bound = bound_names("gather", axis_name)
-    lanes = _of_lanes(bound)
-    if of_lanes := [name for name in axis_names if name in lanes]:
-        raise StatemeshError(
-            f"gather: {of_lanes[0]!r} is an axis of lanes, and specs split parameters over mesh axes only. "
-            f"Call the function by `sm.shard_map` on a mesh with an axis {of_lanes[0]!r}."
-        )
+    _refuse_lanes("gather", axis_names, _of_lanes(bound))
     flat, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
     named = [(path_str(keys, "tree"), unit) for keys, unit in flat]
     if bound:
         _check(named, bound)
     summed = NO_AXES.union(*(names for names, _ in gradients_around.get()))
-    steps: dict[tuple[int, int], list[_Step]] = {}
+    steps: dict[tuple[int, int], list[Step]] = {}
     values: dict[int, list[Leaf]] = {}
     for number, (path, unit) in enumerate(named):
         if isinstance(unit, ParamState):
             values[number] = tree_util.tree_leaves(unit.value)
             specs = specs_of(unit, path)
             for k, (x, spec) in enumerate(zip(values[number], specs, strict=True)):
-                steps[number, k] = list(_steps_of(spec, jnp.ndim(x), bound, summed))
+                steps[number, k] = list(_steps_of(x, spec, bound, summed))
     while steps := {place: left for place, left in steps.items() if left}:
         parts = [(values[number][k], left.pop(0)) for (number, k), left in steps.items()]
         for (number, k), whole in zip(steps, _joined(parts, summed), strict=True):
@@ -294,23 +290,35 @@ def scatter(whole: PyTree, model: PyTree) -> Any:
     """
     new, treedef = tree_util.tree_flatten_with_path(whole, is_leaf=is_state)
     old, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-    paths, paths_before = ([path_str(keys, "model") for keys, _ in flat] for flat in (new, old))
-    if paths != paths_before:
-        items = []
-        if missing := [path for path in paths_before if path not in paths]:
-            items.append(f"only the model before has {first_paths(missing)}")
-        if extra := [path for path in paths if path not in paths_before]:
-            items.append(f"only the gathered model has {first_paths(extra)}")
+    if items := _other_structure(old, "the model before", new, "the gathered model"):
         raise error_listing(
             StructureError,
             "scatter: the two models have different structures",
-            items or ["their leaves are in another order"],
+            items,
             "Pass the model that was given to gather, and what its layers made of the gathered one.",
         )
     pairs = zip(new, old, strict=True)
     return treedef.unflatten(
         [y if isinstance(y, ParamState) or is_plain_parameter(y) else x for (_, x), (_, y) in pairs]
     )
+
+
+_Flat: TypeAlias = Sequence[tuple[KeyPath, PyTree]]
+
+
+def _other_structure(
+    first: _Flat, first_name: str, second: _Flat, second_name: str, root: str = "model"
+) -> list[str]:
+    """What messages say of the paths of two flat models that are not the same."""
+    paths, others = ([path_str(keys, root) for keys, _ in flat] for flat in (first, second))
+    if paths == others:
+        return []
+    items = []
+    if missing := [path for path in paths if path not in others]:
+        items.append(f"only {first_name} has {first_paths(missing)}")
+    if extra := [path for path in others if path not in paths]:
+        items.append(f"only {second_name} has {first_paths(extra)}")
+    return items or ["their leaves are in another order"]
 
 
 @without_own_frames
@@ -381,6 +389,15 @@ def _split_over(spec: SpecTree) -> Axes:
     return mentioned(spec) if isinstance(spec, PartitionSpec) else NO_AXES
 
 
+def _refuse_lanes(what: str, names: Iterable[AxisName], lanes: Axes) -> None:
+    for name in names:
+        if name in lanes:
+            raise StatemeshError(
+                f"{what}: {name!r} is an axis of lanes, and specs split parameters over mesh axes only. "
+                f"Call the function by `sm.shard_map` on a mesh with an axis {name!r}."
+            )
+
+
 def _of_lanes(bound: Sequence[AxisName]) -> Axes:
     """The axes of lanes among these. Those of `pmap2` are on a mesh."""
     marks = [mark for mark in compat.axes_from_dataflow() if mark.lanes]
@@ -388,21 +405,162 @@ def _of_lanes(bound: Sequence[AxisName]) -> Axes:
     return on_a_mesh.union(meshes_and_lanes(bound)[1])
 
 
-_Step = tuple[int, tuple[AxisName, ...], Axes]
-"""An axis of an array, the mesh axes to gather along it, and all mesh axes that split the array."""
+class Step(NamedTuple):
+    """A collective that an array needs.
+
+    **Attributes:**
+
+    - `axis`: the axis of the array.
+    - `names`: the mesh axes to gather or to split along it.
+    - `split_over`: all mesh axes that split the array.
+    - `is_large`: whether the array goes alone.
+    """
+
+    axis: int
+    names: tuple[AxisName, ...]
+    split_over: Axes
+    is_large: bool
 
 
-def _steps_of(
-    spec: SpecTree, ndim: int, bound: Sequence[AxisName], summed: Axes
-) -> Iterator[_Step]:
+def _steps_of(x: Leaf, spec: SpecTree, bound: Sequence[AxisName], summed: Axes) -> Iterator[Step]:
     """How an array becomes whole over the mesh axes `bound`, the most minor ones first.
 
     One collective gathers over axes of which all are in `summed`, or none.
     """
-    for axis, names in enumerate(axes_of(spec, ndim)):
+    for axis, names in enumerate(axes_of(spec, jnp.ndim(x))):
         named = [name for name in reversed(names) if name in bound]
         for _, together in itertools.groupby(named, key=summed.__contains__):
-            yield axis, tuple(together)[::-1], mentioned(spec)
+            yield Step(axis, tuple(together)[::-1], mentioned(spec), _is_large(x, mentioned(spec)))
+
+
+def steps_like(what: str, model: PyTree, split_as: PyTree, root: str) -> list[list[Step]]:
+    """For each leaf of a model how a shard takes its part, by the specs of a model that `fsdp` has split.
+
+    Mesh axes by which the model's own specs split it already are left out.
+
+    **Arguments:**
+
+    - `root`: what messages call the model.
+    """
+    if has_packed((model, split_as)):
+        raise StructureError(
+            f"{what}: split_as splits parameters by their own specs, but a Packed has them in buffers. Pass "
+            "the model itself: `packed.unpack()`."
+        )
+    flat, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    flat_split, _ = tree_util.tree_flatten_with_path(split_as, is_leaf=is_state)
+    items = _other_structure(flat, "the model", flat_split, "split_as", root)
+    bound = compat.bound_axis_names()
+    meshes = frozenset(meshes_and_lanes(bound)[0]) - _of_lanes(bound)
+    steps: list[list[Step]] = []
+    unsplit, inner, odd = [], [], []
+    for (keys, unit), (_, split) in zip(flat, flat_split, strict=False):
+        path = path_str(keys, root)
+        leaves = tree_util.tree_leaves(unit)
+        ranks = [
+            [len(getattr(x, "shape", ())) for x in tree_util.tree_leaves(tree)]
+            for tree in (unit, split)
+        ]
+        if not items and ranks[0] != ranks[1]:
+            items.append(f"{path}: {describe(unit)} in the model, {describe(split)} in split_as")
+        if items:
+            break
+        if is_plain_parameter(split) or (isinstance(split, ParamState) and split.spec is None):
+            unsplit.append(f"{path}: {describe(split)}, without a spec")
+        if not isinstance(split, ParamState):
+            steps += [[] for _ in leaves]
+            continue
+        specs = specs_of(split, path)
+        own_specs = specs_of(unit, path) if is_state(unit) else [None] * len(leaves)
+        for x, spec, own_spec in zip(leaves, specs, own_specs, strict=True):
+            own = _split_over(own_spec)
+            _refuse_lanes(what, _split_over(spec), frozenset(bound) - meshes)
+            steps.append([])
+            for axis, entry in enumerate(axes_of(spec, jnp.ndim(x))):
+                if names := tuple(name for name in entry if name in meshes - own):
+                    if entry[-len(names) :] != names:
+                        inner.append(f"{path}: {spec_str(spec)}")
+                    if x.shape[axis] % math.prod(map(jax.lax.axis_size, names)):
+                        odd.append(f"{path}: {describe(x)} by {spec_str(spec)}")
+                    steps[-1].append(Step(axis, names, mentioned(spec), _is_large(x, own)))
+    if items:
+        raise error_listing(
+            StructureError,
+            f"{what}: split_as has another structure than the model",
+            items,
+            "Pass what `fsdp` made of this model: `split_as=sm.fsdp(model, mesh, axis_name)`.",
+        )
+    if unsplit:
+        raise error_listing(
+            StructureError,
+            f"{what}: no spec says how these parameters of split_as are split",
+            unsplit,
+            "Pass a model that has been through `sm.fsdp(model, mesh, axis_name)`.",
+        )
+    if inner:
+        raise error_listing(
+            StatemeshError,
+            f"{what}: other mesh axes split the parts of these parameters of split_as further",
+            inner,
+            "Name the axes that only split_as has last in the entry, or in an entry of their own.",
+        )
+    if odd:
+        raise error_listing(
+            StatemeshError,
+            f"{what}: the mesh does not divide these parameters of the model as split_as says",
+            odd,
+            "Let `fsdp` split the model for the mesh of this call.",
+        )
+    return steps
+
+
+def own_parts(arrays: Sequence[Leaf], steps: Sequence[Sequence[Step]]) -> list[Leaf]:
+    """This shard's part of arrays that are whole on every shard."""
+    parts = list(arrays)
+    for k, of_array in enumerate(steps):
+        for axis, names, *_ in of_array:
+            size = parts[k].shape[axis] // math.prod(map(jax.lax.axis_size, names))
+            start = jax.lax.axis_index(names) * size
+            parts[k] = jax.lax.dynamic_slice_in_dim(parts[k], start, size, axis)
+    return parts
+
+
+def scattered(arrays: Sequence[Leaf], steps: Sequence[Sequence[Step]]) -> list[Leaf]:
+    """This shard's part of the sums of arrays over shards: large ones alone, others together."""
+    parts = list(arrays)
+    for turn in range(max(map(len, steps), default=0)):
+        groups: dict[Hashable, list[int]] = {}
+        for k, of_array in enumerate(steps):
+            if turn < len(of_array):
+                axis, names, _, is_large = of_array[turn]
+                x = parts[k]
+                if is_large:
+                    how: Any = {"scatter_dimension": axis, "tiled": True}
+                    parts[k] = jax.lax.psum_scatter(x, names, **how)
+                else:
+                    groups.setdefault((names, x.dtype, compat.varying(x)), []).append(k)
+        for members in groups.values():
+            names = steps[members[0]][turn].names
+            count = math.prod(map(jax.lax.axis_size, names))
+            fronts = [jnp.moveaxis(parts[k], steps[k][turn].axis, 0) for k in members]
+            # A row for each shard.
+            sizes = [front.size // count for front in fronts]
+            pairs = zip(fronts, sizes, strict=True)
+            rows = jnp.concatenate([x.reshape(count, size) for x, size in pairs], axis=1)
+            pieces = jax.lax.split(jax.lax.psum_scatter(rows, names), sizes)
+            for k, front, piece in zip(members, fronts, pieces, strict=True):
+                part = piece.reshape(front.shape[0] // count, *front.shape[1:])
+                parts[k] = jnp.moveaxis(part, 0, steps[k][turn].axis)
+    return parts
+
+
+def _is_large(part: Leaf, split_over: Axes) -> bool:
+    """Whether an array goes alone, given this shard's part of it.
+
+    The whole array decides it, so that a program is the same on every mesh.
+    """
+    over = split_over.intersection(compat.bound_axis_names())
+    return part.size * part.dtype.itemsize * math.prod(map(jax.lax.axis_size, over)) >= LARGE
 
 
 def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> None:
@@ -448,38 +606,44 @@ def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> 
         )
 
 
-def _joined(parts: Sequence[tuple[Leaf, _Step]], summed: Axes) -> list[Array]:
-    """The arrays after one step each, by one collective for each dtype and set of mesh axes."""
+def _joined(parts: Sequence[tuple[Leaf, Step]], summed: Axes) -> list[Array]:
+    """The arrays after one step each: large ones alone, others joined by dtype and mesh axes."""
     groups: dict[object, list[int]] = {}
-    for k, (x, (_, names, over)) in enumerate(parts):
-        groups.setdefault((names, jnp.dtype(x.dtype), over, compat.varying(x)), []).append(k)
     whole: list[Array] = [x for x, _ in parts]
+    for k, (x, step) in enumerate(parts):
+        if step.is_large:
+            whole[k] = _of_all(x, step.names, summed, step.axis, tiled=True)
+            continue
+        key = step.names, jnp.dtype(x.dtype), step.split_over, compat.varying(x)
+        groups.setdefault(key, []).append(k)
     for members in groups.values():
-        _, names, _ = parts[members[0]][1]
-        fronts = [jnp.moveaxis(parts[k][0], parts[k][1][0], 0) for k in members]
-        rows = _of_all(end_to_end(fronts), names, summed)
+        names = parts[members[0]][1].names
+        fronts = [jnp.moveaxis(parts[k][0], parts[k][1].axis, 0) for k in members]
+        rows = _of_all(end_to_end(fronts), names, summed, 0, tiled=False)
         pieces = jax.lax.split(rows, [front.size for front in fronts], axis=1)
         for k, front, piece in zip(members, fronts, pieces, strict=True):
-            whole[k] = jnp.moveaxis(piece.reshape(-1, *front.shape[1:]), 0, parts[k][1][0])
+            whole[k] = jnp.moveaxis(piece.reshape(-1, *front.shape[1:]), 0, parts[k][1].axis)
     return whole
 
 
-def _of_all(part: Array, names: tuple[AxisName, ...], summed: Axes) -> Any:
-    """The parts of all shards, one in each row."""
+def _of_all(part: Array, names: tuple[AxisName, ...], summed: Axes, axis: int, tiled: bool) -> Any:
+    """The parts of all shards, joined along an axis or stacked along a new one."""
+    how: Any = {"axis_name": names, "tiled": tiled}
     if compat.varying(part).issuperset(names) and summed.isdisjoint(names):
         # No `value_and_grad` around sums the parts of the gradient. One further in takes a parameter whose
         # type varies for the shard's own, and would leave its gradient as it is.
-        return jax.lax.all_gather(part, names, to="invarying")
+        return jax.lax.all_gather(part, axis=axis, to="invarying", **how)
     if not is_narrow(part.dtype):
-        return jax.lax.all_gather(part, names)
+        return jax.lax.all_gather(part, axis=axis, **how)
 
     @jax.custom_vjp
     def narrow(x: Array) -> Any:
-        return jax.lax.all_gather(x, names)
+        return jax.lax.all_gather(x, axis=axis, **how)
 
-    def summed_wide(_: None, rows: Array) -> tuple[Array]:
-        # This shard's row of the sum over shards, taken in float32.
-        return (jax.lax.psum_scatter(rows.astype(jnp.float32), names).astype(rows.dtype),)
+    def summed_wide(_: None, whole: Array) -> tuple[Array]:
+        # This shard's part of the sum over shards, taken in float32.
+        part = jax.lax.psum_scatter(whole.astype(jnp.float32), scatter_dimension=axis, **how)
+        return (part.astype(whole.dtype),)
 
     narrow.defvjp(lambda x: (narrow(x), None), summed_wide)
     return narrow(part)

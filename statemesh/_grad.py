@@ -20,7 +20,14 @@ from ._axes._mesh_and_lanes import (
     inside_microbatches,
     meshes_and_lanes,
 )
-from ._axes._reduction import Pending, Reduction, loss_exchanged, loss_str, reduce_on_mesh
+from ._axes._reduction import (
+    REDUCING,
+    Pending,
+    Reduction,
+    loss_exchanged,
+    loss_str,
+    reduce_on_mesh,
+)
 from ._base import _errors as errors
 from ._base._checks import (
     check_flag,
@@ -77,6 +84,7 @@ from ._call._tracing import (
     taken_apart,
     values,
 )
+from ._fsdp import Step, own_parts, scattered, steps_like
 from ._jax import _compat as compat
 from ._jax import _explicit as explicit
 from ._jax import _jaxprs as jaxprs
@@ -98,6 +106,7 @@ def value_and_grad(
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
     microbatches: Size | None = None,
+    split_as: PyTree = None,
 ) -> Callable[Params, tuple[Result, PyTree]]:
     """A function that evaluates a loss, the new model, and the gradient of the loss, reduced exactly once.
 
@@ -132,16 +141,22 @@ def value_and_grad(
         is; `RandomState.rows` counts rows over parts and shards alike. Losses and gradients are summed in
         float32 at least, and reduced over `axis_name` once. Arrays in `aux` come stacked, one for each
         part.
+    - `split_as`: what `fsdp` made of the model, for parameters that are whole here. Each shard then keeps
+        only its own part of each gradient. A reduce-scatter takes the place of the sum over all shards: one
+        in all for small gradients of one dtype that are split over the same mesh axes, and one for each
+        large gradient, after the last microbatch. Only the structure and the specs are read, so shapes do.
 
     **Returns:** a function of the same arguments that returns `((loss, model), grads)`, with `has_aux`
     `(((loss, aux), model), grads)`. `grads` has the model's structure: in place of a state or array that was
     differentiated its gradient, of the same shapes and dtypes, in place of everything else `None`. So
-    `equinox.apply_updates` and Optax take it; see `trainable`.
+    `equinox.apply_updates` and Optax take it; see `trainable`. With `split_as` it has the structure and the
+    specs of that.
 
     **Raises:** `StructureError` where there is nothing to differentiate, where `wrt` picks what cannot be,
     or where `fun` does not return a scalar loss and a model; `StatemeshError` for an axis name that is not
     bound inside a mapped call, and for a loss that differs over a mesh axis that is not in `axis_name`, or
-    comes there of what gradients pass through from one to another. With `microbatches` also `StructureError`
+    comes there of what gradients pass through from one to another; for a `split_as` of another structure, or
+    that splits over other axes than `axis_name`. With `microbatches` also `StructureError`
     for arrays without rows or with a number of rows that it does not divide, and `DivergedStateError` for a
     state without a policy that the parts write differently.
 
@@ -183,7 +198,7 @@ def value_and_grad(
 
     @without_own_frames
     def value_and_grads(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
+        parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0], split_as)
         scope = Scope(name, axis_name, reduce == "mean", parts)
         with _mesh_of(tree_util.tree_leaves((model, args, kwargs))):
             if microbatches is None:
@@ -208,6 +223,7 @@ def grad(
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
     microbatches: Size | None = None,
+    split_as: PyTree = None,
 ) -> Callable[Params, tuple[PyTree, PyTree]]:
     """As `value_and_grad`, without the loss.
 
@@ -235,6 +251,7 @@ def grad(
         reduce=reduce,
         has_aux=has_aux,
         microbatches=microbatches,
+        split_as=split_as,
     )
 
     @without_own_frames
@@ -258,7 +275,7 @@ def _mesh_of(values: Iterable[Leaf]) -> PyTree:
     return nullcontext() if mesh is None else compat.in_mesh(mesh, traced=False)
 
 
-def trainable(model: PyTree, wrt: Filter = None) -> PyTree:
+def trainable(model: PyTree, wrt: Filter = None, *, split_as: PyTree = None) -> PyTree:
     """The part of a model that `value_and_grad` differentiates, in the structure of its `grads`.
 
     It is what an optimizer is initialised with. Its states keep their kinds and specs, and so do those in
@@ -268,6 +285,8 @@ def trainable(model: PyTree, wrt: Filter = None) -> PyTree:
 
     - `model`: any pytree.
     - `wrt`: as for `value_and_grad`.
+    - `split_as`: as for `value_and_grad`. Inside a mapped call each shard gets its own part of each
+        parameter. Nothing is sent for it.
 
     **Returns:** the model with `None` in place of everything else.
 
@@ -282,14 +301,20 @@ def trainable(model: PyTree, wrt: Filter = None) -> PyTree:
 
         ```
     """
-    parts = Parts("trainable", model, wrt, "model")
-    return parts.tree(parts.params)
+    parts = Parts("trainable", model, wrt, "model", split_as)
+    return parts.tree(parts.own)
 
 
 class Parts:
-    """A model's leaves, and which of them are differentiated."""
+    """A model's leaves, which of them are differentiated, and of which a shard keeps a part of the gradient.
 
-    def __init__(self, what: str, model: PyTree, wrt: Filter, root: str) -> None:
+    **Attributes:**
+
+    - `params`: the leaves that are differentiated.
+    - `steps`: for each of them how its gradient is split.
+    """
+
+    def __init__(self, what: str, model: PyTree, wrt: Filter, root: str, split_as: PyTree) -> None:
         leaves, treedef = tree_util.tree_flatten(model)
         # Filters see the packed states, but the buffers that hold them are differentiated.
         shown, hits = _picked(what, with_models(model, shapes_of), wrt, root)
@@ -334,13 +359,24 @@ class Parts:
         # The model, to be filled with other arrays in place of those that are differentiated.
         self.model = Skeleton(leaves, treedef, origins(model), positions)
         self.params = [leaves[k] for k in positions]
+        self.steps: list[list[Step]] = [[] for _ in positions]
+        self._structure = treedef
+        if split_as is not None:
+            of_leaves = steps_like(what, model, split_as, root)
+            self.steps = [of_leaves[k] for k in positions]
+            self._structure = tree_util.tree_structure(split_as)
+
+    @functools.cached_property
+    def own(self) -> list[Leaf]:
+        """This shard's parts of the parameters."""
+        return own_parts(self.params, self.steps)
 
     def tree(self, values: Sequence[Leaf]) -> PyTree:
-        """The model's tree with `values` in place of what is differentiated, and `None` elsewhere."""
+        """The gradients' tree with `values` in place of what is differentiated, and `None` elsewhere."""
         chosen = dict(zip(self.model.positions, values, strict=True))
         leaves = [chosen.get(k) for k in range(len(self.model.leaves))]
         or_none = lambda unit: unit if tree_util.tree_leaves(unit) else None
-        return tree_util.tree_map(or_none, self.model.treedef.unflatten(leaves), is_leaf=is_state)
+        return tree_util.tree_map(or_none, self._structure.unflatten(leaves), is_leaf=is_state)
 
 
 def _picked(
@@ -411,8 +447,20 @@ class Scope:
     """Bound axes, grouped by how we learn over which of them a value differs."""
 
     def __init__(self, name: str, axis_name: SeveralAxes, mean: bool, parts: Parts) -> None:
-        self.params = parts.params
+        self.params, self.own, self.steps = parts.params, parts.own, parts.steps
         named = frozenset(bound_names("value_and_grad", axis_name))
+        unnamed = [
+            f"{path}: over {quoted(left)}"
+            for path, steps in zip(parts.paths, parts.steps, strict=True)
+            if (left := [n for step in steps for n in step.names if n not in named])
+        ]
+        if unnamed:
+            raise error_listing(
+                StatemeshError,
+                "value_and_grad: split_as splits parameters over mesh axes that axis_name does not name",
+                unnamed,
+                "Gradients are summed over the axes of axis_name only. Name these axes there too.",
+            )
         self.reduction = Reduction(named, mean, name, tuple(parts.paths))
         bound = compat.bound_axis_names()
         meshes, self.lanes = meshes_and_lanes(bound)
@@ -510,7 +558,9 @@ class Scope:
     def reduced(self, evaluated: Evaluated) -> tuple[Leaf, list[Leaf]]:
         """The loss and its gradients, reduced over all axes."""
         loss, crossed, name = evaluated.loss, evaluated.crossed, self.reduction.name
-        values = [*evaluated.grads, loss]
+        dtypes = evaluated.dtypes or [x.dtype for x in (*evaluated.grads, loss)]
+        with jax.named_scope(REDUCING):
+            values = [*self._scattered(evaluated.grads), loss]
         # Over these axes types do not tell what differs: a `Pending` is decided by a `vmap` or by a walk.
         lanes = [((lane,), True, True) for lane in self.lanes]
         walked = [(mark.axis_names, mark.lanes, False) for mark in self.from_dataflow]
@@ -527,10 +577,10 @@ class Scope:
                 pending = Pending(self.reduction, left, are_lanes, over)
                 # A derivative taken outside of a map differentiates what was decided inside.
                 within = [names for _, names in gradients_around.get() if names.issuperset(left)]
-                values = pending([*self.params, loss], values, vmapped, reverse=len(within))
+                values = pending([*self.own, loss], values, vmapped, reverse=len(within))
         if self.from_types:
             axes, over = frozenset(self.from_types), self._varying(loss)
-            pairs = zip(self.params, self.reduction.params, strict=True)
+            pairs = zip(self.own, self.reduction.params, strict=True)
             params = [self._param_varying(x, path) | (self.separate & axes) for x, path in pairs]
             self.reduction.check(over, params, self.from_types)
             # Over these axes each shard has a loss and parameters of its own.
@@ -547,11 +597,14 @@ class Scope:
             plans = [self.reduction.typed(param, over, axes) for param in params]
             plans.append(self.reduction.of_loss(over, axes))
             values = self.reduction.with_names(reduce_on_mesh(values, plans, self.from_types))
-        if evaluated.dtypes is not None:
-            narrowed = zip(values, evaluated.dtypes, strict=True)
-            values = [x.astype(dtype) for x, dtype in narrowed]
-        *grads, loss = values
+        narrowed = zip(values, dtypes, strict=True)
+        *grads, loss = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in narrowed]
         return loss, grads
+
+    def _scattered(self, grads: Sequence[Leaf]) -> list[Leaf]:
+        """The gradients; of those that are split this shard's part of the sum, of narrow ones in float32."""
+        pairs = zip(grads, self.steps, strict=True)
+        return scattered([widened(x) if steps else x for x, steps in pairs], self.steps)
 
     def _varying(self, x: Leaf) -> Axes:
         """The mesh axes over which a value may differ, by its type or by what is recorded of it."""

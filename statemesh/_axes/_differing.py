@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, TypeAlias
 
 from jax.ad_checkpoint import checkpoint_name
@@ -250,13 +251,17 @@ def check_gradients(name: str, mapped: Equation) -> None:
     **Raises:** `StatemeshError` that names each such gradient or parameter.
     """
     body = jaxprs.open_jaxpr(mapped.params["jaxpr"])
-    names = [jaxprs.name_given(eqn) or "" for eqn in jaxprs.equations(body)]
+    # Each equation of the body with those that it runs.
+    parts = [[eqn, *chain(*map(jaxprs.equations, jaxprs.jaxprs_of(eqn)))] for eqn in body.eqns]
+    names = [[jaxprs.name_given(eqn) or "" for eqn in part] for part in parts]
     specs = mapped.params["in_specs"]
     split = [frozenset(axis for axes in written_axes(spec) for axis in axes) for spec in specs]
     sizes = {axis: mapped.params["mesh"].shape[axis] for axis in mapped.params["newly_manual_axes"]}
-    if any(label.startswith(_PARAMETER) for label in names):
+    if any(label.startswith(_PARAMETER) for label in chain(*names)):
         check_unsummed(body, split, sizes)
-    if not any(label.startswith(GRADIENT) for label in names):
+    with_gradients = [k for k, part in enumerate(names) if any(map(_is_gradient, part))]
+    # Where nothing is summed after the gradients, as in most programs, there is nothing to follow.
+    if not with_gradients or not any(map(jaxprs.is_sum, chain(*parts[with_gradients[0] :]))):
         return
     named = _AxisNames()
     named.through(body, split)
@@ -271,6 +276,10 @@ def check_gradients(name: str, mapped: Equation) -> None:
             [f"the {gradient}: over {axis!r}" for gradient, axis in twice],
             "Leave `jax.lax.psum` out; value_and_grad has reduced them once.",
         )
+
+
+def _is_gradient(label: str) -> bool:
+    return label.startswith(GRADIENT)
 
 
 class _AxisNames(Differing):
@@ -301,7 +310,7 @@ class _Sums(DataflowOfSets[_Gradient]):
         self.total = math.prod(sizes.values())
 
     def plain(self, eqn: Equation, facts: Sequence[_Gradients]) -> Sequence[_Gradients]:
-        if (jaxprs.name_given(eqn) or "").startswith(GRADIENT):
+        if _is_gradient(jaxprs.name_given(eqn) or ""):
             var = eqn.outvars[0]
             return [frozenset([_Gradient(eqn.params["name"], self.differ[var])])]
         if jaxprs.is_sum(eqn):

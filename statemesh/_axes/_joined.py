@@ -131,9 +131,9 @@ def _few(items: Sequence[Item], at_once: int = _FUSED) -> list[Sequence[Item]]:
 # A collective of one array over mesh axes, which reduces each element by itself.
 Collective: TypeAlias = Callable[[AnyArray, tuple[AxisName, ...]], AnyArray]
 
-# In bytes. An array of this size is reduced by itself: its copies cost more than a collective.
-_LARGE = 2**20
-_BUCKET = 4 * 2**20
+# In bytes. An array of this size goes alone: its copies cost more than a collective.
+LARGE = 2**17
+_BUCKET = 4 * LARGE
 
 
 def together(
@@ -183,6 +183,9 @@ def _several(
 ) -> list[AnyArray]:
     @custom_vmap
     def run(*arrays: AnyArray) -> list[AnyArray]:
+        if math.prod(map(jax.lax.axis_size, names)) == 1:
+            # One device sends nothing, so that copies to put arrays end to end would save nothing.
+            return [collective(x, names) for x in arrays]
         reduce = partial(_as_one, lambda x: collective(x, names))
         return by_groups(reduce, arrays, _buckets(arrays))
 
@@ -213,7 +216,7 @@ def _buckets(arrays: Sequence[AnyArray]) -> Iterator[list[int]]:
     size = 0
     for k, x in enumerate(arrays):
         bytes_of_x = x.size * x.dtype.itemsize
-        if bytes_of_x >= _LARGE:
+        if bytes_of_x >= LARGE:
             yield [k]
             continue
         if size + bytes_of_x > _BUCKET:

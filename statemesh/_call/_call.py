@@ -28,10 +28,8 @@ from ._lanes import OtherShapes
 from ._layout import place_traced
 from ._program import (
     MAKE_HASHABLE,
-    LikeBefore,
     Lowered,
     Program,
-    Refused,
     typed_items,
 )
 from ._rules import Declared
@@ -92,8 +90,6 @@ class Pipeline:
         self._programs: dict[Hashable, dict[tuple[Hashable, ...], Program]] = {}
         # That of the last eager call, tried first.
         self._last: Program | None = None
-        # The same, if `jax.jit` alone may run the next call.
-        self._quick: Program | None = None
         # The paths that a warning has named.
         self._warned: set[str] = set()
 
@@ -103,35 +99,37 @@ class Pipeline:
         What follows runs at every call, besides the compiled program's own dispatch: each line is a check
         that cannot be left out, in the quickest form there is.
         """
-        # A shortcut through all five: `jax.jit` itself finds out whether this call is like the last ones.
-        quick = self._quick
-        if quick is not None:
-            try:
-                outputs, back = quick.by_trees(args, kwargs, LikeBefore())
-            except Refused:
-                self._quick = None
-            except (RuntimeError, ValueError):
-                quick.check_alive(_flatten((args, kwargs))[0])
-                raise
-            else:
-                inputs = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
-                return back.filled(outputs, inputs)
+        # A shortcut through all five: JAX itself finds out whether this call is like the last ones.
+        program, quick = self._last, None
+        if program is not None and program.is_quick:
+            quick = program
+            if quick.takes_trees and (result := quick.run_again(args, kwargs)) is not None:
+                outputs, back = result
+                return back.filled(outputs, _flatten((args, kwargs))[0] if back.forwarded else ())
 
         # 1. Partition. Which leaves are of states, which other arrays and which static follows from the tree
         # and the types, so that a call like the last one needs no more than these.
         leaves, treedef = _flatten((args, kwargs))
 
         # 2. Resolve: find the program in which each leaf has its placement, and lay the arrays out.
-        program = self._last
+        is_alike = (
+            program is not None
+            and program.treedef == treedef
+            and program.hash == hash(treedef)
+            and _trace(()) is compat.TOP_LEVEL
+            and (program.set_mesh is None or program.set_mesh is _set_mesh())
+            and (not program.statics.positions or program.statics.same(leaves))
+        )
+        if is_alike and quick is not None and not quick.takes_trees:
+            arrays = quick.arrays(leaves)
+            if (result := quick.run_again(*arrays)) is not None:
+                outputs, back = result
+                return back.filled(outputs, arrays if back.forwarded else ())
         is_new = (
             program is None
+            or not is_alike
             or program.types != list(map(type, leaves))
-            or program.treedef != treedef
-            or program.hash != hash(treedef)
             or program.context is not _context()
-            or _trace(()) is not compat.TOP_LEVEL
-            or (program.set_mesh is not None and program.set_mesh is not _set_mesh())
-            or (program.statics.positions and not program.statics.same(leaves))
         )
         if program is None or is_new:
             call = Call(self.declared.fun, args, kwargs, (leaves, treedef))
@@ -143,7 +141,7 @@ class Pipeline:
                 self._warn_and_agree(program, call)
             if traced:
                 return self._call_traced(program, call)
-        arrays = program.arrays(leaves) if program.statics.positions else leaves
+        arrays = program.arrays(leaves)
         try:
             if is_new:
                 # The check traces the function. A function that runs without compiling is traced after its
@@ -173,14 +171,8 @@ class Pipeline:
             raise
 
         # 5. Write back.
-        if (
-            shown is arrays
-            and program is self._last
-            and program.by_trees is not None
-            and program.set_mesh is None
-        ):
-            is_quick = program.is_quick(args, kwargs, arrays, (outputs, back), quick is program)
-            self._quick = program if is_quick else None
+        if shown is arrays and program is self._last and not program.is_quick:
+            program.settle(arrays, (outputs, back), quick is program)
         result = program.write_back(arrays, shown, outputs, back)
         if is_new and program.unhashable:
             back.forget()

@@ -1,8 +1,10 @@
 """Which arrays share memory, so that none is given up twice, or with what it was moved from."""
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import call, is_, itemgetter
 from typing import Any, TypeAlias
 
@@ -27,33 +29,38 @@ class Unshared:
     """
 
     def __init__(self) -> None:
-        self._runs: list[tuple[Refs, int]] = []
+        self._runs: dict[int, Refs] = {}
         self._most = 32
-        self.number = 0
+        self._numbers = itertools.count(1)
 
-    def add(self, arrays: Sequence[Leaf]) -> tuple[Refs, int]:
-        """Remember arrays.
+    def now(self) -> int:
+        """A number greater than that of each run so far, and smaller than that of each later one."""
+        return next(self._numbers)
+
+    def add(self, arrays: Sequence[Leaf], instead_of: int = 0) -> tuple[Refs, int]:
+        """Remember arrays, and forget those of the run that has this number.
 
         **Returns:** references to them, and their number.
         """
-        self.number += 1
-        run: tuple[Refs, int] = list(map(weakref.ref, arrays)), self.number
-        self._runs.append(run)
+        number, refs = self.now(), list(map(weakref.ref, arrays))
+        self._runs.pop(instead_of, None)
+        self._runs[number] = refs
         if len(self._runs) > self._most:
             self._forget()
-        return run
+        return refs, number
 
     def _forget(self) -> None:
         """Forget what has died."""
-        alive = [([ref for ref in refs if ref() is not None], n) for refs, n in self._runs]
-        self._runs = [run for run in alive if run[0]]
+        for number, refs in [*self._runs.items()]:
+            if all(ref() is None for ref in refs):
+                self._runs.pop(number, None)
         self._most = max(32, 2 * len(self._runs))
 
     def numbers(self, arrays: Sequence[Leaf]) -> list[int]:
         """The serial number of each array; 0 for one that no program made."""
         self._forget()
         # Only the living have an identity of their own.
-        numbers = {id(ref()): number for refs, number in self._runs for ref in refs}
+        numbers = {id(ref()): n for n, refs in [*self._runs.items()] for ref in refs}
         return [numbers.get(id(x), 0) for x in arrays]
 
 
@@ -75,78 +82,90 @@ class Spared:
 
     def __init__(self, donated: Sequence[int], sizes: Sequence[int]) -> None:
         self.donated = frozenset(donated)
+        self.sizes = sizes
         count = Counter(sizes)
         wanted = {sizes[k] for k in donated if sizes[k] and count[sizes[k]] > 1}
         self.compared = [k for k, size in enumerate(sizes) if size in wanted]
         # There are none, or several: a donated input is compared only if another one has its size.
-        self._pick = itemgetter(*self.compared) if self.compared else None
-        # What no program made and none took, found apart from all others, and the last number by then.
+        self._pick: Any = itemgetter(*self.compared) if self.compared else None
+        # What was compared last and is not given up, when these shared memory with nothing.
         self._apart: tuple[Refs, int] = [], 0
         # What the program made last, and its number.
         self._last_run: tuple[Refs, int] = [], 0
-        # Picks what was compared last from what the program had made and then from what was apart.
+        # Picks what was compared last from what the program had made and then from what is not given up.
         self._order: Any = None
+        # What it picks from these now.
+        self._expected: Refs | None = None
 
     def __call__(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
         """The arrays, with a copy of each donated one that shares memory with another."""
-        if self._pick is None:
+        if self.fed_back(arrays):
             return arrays
-        compared = self._pick(arrays)
-        if self._fed_back(compared) or self._known(compared):
-            return arrays
-        lies = {k: memory(arrays[k]) for k in self.compared}
+        # To look at memory waits for what is being computed. So only what may share it with an unknown array.
+        unknown = {self.sizes[k] for k in self._unknown(arrays)}
+        lies = {k: memory(arrays[k]) for k in self.compared if self.sizes[k] in unknown}
         times = Counter(part for parts in lies.values() for part in parts)
         shared = {k for k, parts in lies.items() if any(times[part] > 1 for part in parts)}
         if shared:
             return [copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)]
-        each = zip(self.compared, compared, UNSHARED.numbers(compared), strict=True)
-        left = [weakref.ref(x) for k, x, n in each if not n and k not in self.donated]
-        self._apart = left, UNSHARED.number
+        left = [arrays[k] for k in self.compared if k not in self.donated]
+        refs, _ = self._apart
+        if len(refs) != len(left) or not all(map(is_, map(call, refs), left)):
+            refs, _ = self._apart = list(map(weakref.ref, left)), UNSHARED.now()
+        # If the next call takes the like of these, it will be enough to compare identities.
+        outputs, _ = self._last_run
+        place = {id(ref()): k for k, ref in enumerate([*outputs, *refs])}
+        order = [place.get(id(x)) for x in self._pick(arrays)]
+        is_found = None not in order and len(set(order)) == len(order)
+        self._order = itemgetter(*order) if is_found else None
         return arrays
 
-    def _fed_back(self, compared: Sequence[Leaf]) -> bool:
+    def fed_back(self, arrays: Sequence[Leaf]) -> bool:
         """Whether these are what the program made last and what was apart, in the order of last time.
 
-        It says nothing that `_known` would not say, and says it in one pass in C.
+        It says nothing that `_unknown` would not say, and says it in one pass in C.
         """
-        order, (outputs, number), (left, before) = self._order, self._last_run, self._apart
-        if order is None or number <= before:
-            return False
-        try:
-            expected = order([*outputs, *left])
-        except IndexError:  # Another thread has put in fewer meanwhile.
-            return False
-        return all(map(is_, map(call, expected), compared))
+        if self._pick is None:
+            return True
+        expected = self._expected
+        return expected is not None and all(map(is_, map(call, expected), self._pick(arrays)))
 
-    def _known(self, compared: Sequence[Leaf]) -> bool:
-        """Whether nothing has to be looked up: that would wait for what is being computed.
+    def _unknown(self, arrays: Sequence[Leaf]) -> list[int]:
+        """The compared inputs that may share memory with others.
 
-        So it is where programs made all of these, or the others are those of last time and all that
-        programs made was made since.
+        Those that programs made share none, nor do those that are not given up and were found apart, and what
+        programs made since.
         """
-        if len(set(map(id, compared))) < len(compared):
-            return False
-        numbers = UNSHARED.numbers(compared)
-        others = [x for x, n in zip(compared, numbers, strict=True) if not n]
         left, before = self._apart
-        if others and (
-            len(others) != len(left)
-            or any(0 < n <= before for n in numbers)
-            or not all(ref() is x for ref, x in zip(left, others, strict=True))
-        ):
-            return False
-        outputs, number = self._last_run
-        if set(numbers) <= {0, number}:
-            # The next call, if it takes the like, asks in the quickest way.
-            known = [*(ref() for ref in outputs), *others]
-            place = {id(x): k for k, x in enumerate(known) if x is not None}
-            self._order = itemgetter(*[place[id(x)] for x in compared])
-        return True
+        compared = self._pick(arrays)
+        apart = {id(ref()) for ref in left}
+        since = before if any(id(x) in apart for x in compared) else 0
+        times = Counter(map(id, compared))
+        return [
+            k
+            for k, x, number in zip(
+                self.compared, compared, UNSHARED.numbers(compared), strict=True
+            )
+            if times[id(x)] > 1 or not (id(x) in apart or number > since)
+        ]
 
-    def keep(self, outputs: Sequence[Leaf]) -> None:
-        """Remember what the program has made."""
-        if self.compared:
-            self._last_run = UNSHARED.add(outputs)
+    def keep(self, outputs: Sequence[Leaf], again: bool = False) -> None:
+        """Remember what the program has made.
+
+        **Arguments:**
+
+        - `again`: whether it took what it had made before, which is forgotten then.
+        """
+        if self._pick is None:
+            return
+        # What is apart was found so before the run: other threads see its outputs only after this.
+        (left, _), (_, last) = self._apart, self._last_run
+        refs, _ = self._last_run = UNSHARED.add(outputs, last if again else 0)
+        self._expected = None
+        if self._order is not None:
+            # Another thread may have put in fewer meanwhile.
+            with suppress(IndexError):
+                self._expected = self._order([*refs, *left])
 
 
 def memory(x: Leaf) -> frozenset[tuple[Any, int]]:

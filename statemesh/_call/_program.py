@@ -38,7 +38,7 @@ from ._memory import Spared
 from ._packed import Packing, RunInstance
 from ._per_shard import Instance
 from ._rules import Declared, Rules
-from ._write_back import WriteBack
+from ._write_back import WriteBack, picker
 
 
 # So often a call like the last ones may be refused before we stop asking. JAX forgets programs when it is
@@ -59,9 +59,9 @@ class Program:
     put together, and traces the user's function once each time it is itself traced. It holds no `Program`:
     what was compiled would then live until the next garbage collection.
 
-    Where all leaves are arrays, `jax.jit` takes the arguments of the call as they are, as trees (`by_trees`).
-    It flattens them, compares their structure, shapes, dtypes and placements with those of earlier calls, and
-    runs what it compiled, all in C++.
+    A call like an earlier one is one dispatch of JAX's (`run_again`): `jax.jit` compares the shapes, dtypes
+    and placements of the arrays with those of earlier calls, and runs what it compiled, all in C++. Where all
+    leaves are arrays, and none is given up, it flattens the arguments too, and compares their structure.
 
     **Arguments:**
 
@@ -98,6 +98,7 @@ class Program:
             numbers = packing.numbers
         self.layout.expect(placed, donate != "none")
         self.positions = [x.position for x in placed]
+        self._pick = picker(self.positions, len(call.leaves))
         static_at = sorted(set(range(len(call.leaves))).difference(self.positions))
         self.statics = Statics(static_at, call.leaves)
         # Nothing can tell whether a later call has the same of these, so no call runs this program again.
@@ -137,20 +138,40 @@ class Program:
 
         # How it is compiled. The backward pass of an eager `jax.vjp` may be recorded, and no layer of ours
         # goes into its jaxpr.
-        self.plain = jax.jit(self.steps, inline=compat.INLINED)
-        self.jitted: Any = self.plain
-        if donate != "none":
-            self.jitted = Donating(self.steps, self.layout, self._donors(call))
-        self.runs: Any = self.jitted if declared.jit else self.steps
-        self.by_trees: Any = self._by_trees() if declared.jit and donate == "none" else None
+        self._of_call = _of_call(
+            self.steps, None if donate == "none" else self.shapes_of(call.leaves)
+        )
+        self.plain = jax.jit(self._of_call, inline=compat.INLINED)
+        self._donors = self._donors_of(call)
+        # What `jax.jit` made, and the guard of what is given up: that is known after a trace.
+        self._compiled: tuple[Any, Spared] | None = None
+        if donate == "none":
+            self._compiled = self.plain, Spared((), ())
         # Whether other processes, if there are any, were found to pass the same.
         self.agreed = False
         # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
         self.checked = not (declared.jit and self.layout.sizes)
         self._refusals = 0
-        self._calls_back: bool | None = None
+        kinds = [x.kind for x in self.layout.inputs]
+        self._may_be_quick = (
+            declared.jit
+            and compat.REFUSES_DELETED
+            and not self.layout.spread
+            and not self.unhashable
+            and all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
+        )
+        # Whether JAX alone is to run the next call.
+        self.is_quick = False
+        # Whether `jax.jit` takes the arguments of the call as they are, and flattens them. Otherwise it takes
+        # the arrays among their leaves.
+        self.takes_trees = (
+            self._may_be_quick
+            and donate == "none"
+            and not self.statics.positions
+            and not rules.takes_set_mesh
+        )
 
-    def _donors(self, call: Call) -> Sequence[int] | None:
+    def _donors_of(self, call: Call) -> Sequence[int] | None:
         """The numbers of the inputs that may be given up. `None`: those of written states."""
         donate = self.declared.donate
         if isinstance(donate, str):
@@ -160,48 +181,26 @@ class Program:
         positions = {position for unit in units for position in unit.positions}
         return [k for k, position in enumerate(self.positions) if position in positions]
 
-    def _by_trees(self) -> Any:
-        """The steps compiled to take `args`, `kwargs` and a `LikeBefore`.
-
-        Given that of a new call it runs only what it has compiled already. `None` where not all leaves are
-        arrays of JAX or Python's numbers.
-        """
-        kinds = [x.kind for x in self.layout.inputs]
-        if (
-            not compat.REFUSES_DELETED
-            or self.layout.spread
-            or self.statics.positions
-            or self.unhashable
-            or not all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
-        ):
-            return None
-        steps = self.steps
-
-        def of_trees(args: PyTree, kwargs: PyTree, call: LikeBefore) -> Result:
-            if call is not ANY_CALL:
-                # Under `jax.disable_jit` JAX compares nothing, and calls the function itself.
-                raise Refused
-            return steps(*tree_util.tree_leaves((args, kwargs)))
-
-        of_trees.__name__ = of_trees.__qualname__ = self.declared.name
-        return jax.jit(of_trees)
-
     def arrays(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
         """The inputs among all leaves of a call."""
-        return [leaves[i] for i in self.positions]
+        return leaves if self._pick is None else self._pick(leaves)
 
     def check_alive(self, arrays: Sequence[Leaf]) -> None:
         """Refuse inputs whose memory was given up."""
         check_alive(self.declared.name, self.layout.inputs, arrays)
 
     def tokens_of(self, leaves: Sequence[Leaf]) -> tuple[Hashable, ...] | None:
-        """What tells programs of one key apart: the static leaves, and shapes where the rules say so.
+        """What tells programs of one key apart: the static leaves, and shapes where they matter.
 
         `None` if they cannot be compared.
         """
-        shapes = tuple(map(np.shape, self.arrays(leaves))) if self.rules.by_shape else ()
+        by_shape = self.rules.by_shape or self.declared.donate != "none"
         tokens = tokens_at(self.statics.positions, leaves)
-        return None if tokens is None else (shapes, *tokens)
+        return None if tokens is None else (self.shapes_of(leaves) if by_shape else (), *tokens)
+
+    def shapes_of(self, leaves: Sequence[Leaf]) -> tuple[PyTree, ...]:
+        """The shapes and dtypes of the inputs among all leaves of a call."""
+        return _shapes(self.arrays(leaves))
 
     def run(
         self,
@@ -217,25 +216,64 @@ class Program:
         - `arrays`: the inputs among the leaves of `(args, kwargs)`.
         - `ready`: the same, laid out.
         """
-        result: Result
-        if self.by_trees is None:
-            outputs, back = result = self.runs(*ready)
-            if self.layout.spread:
-                return self.layout.own_parts(outputs, back.placements), back
-            return result
-        if ready is not arrays:
-            # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
-            trees, stop = [], 0
-            args_def, kwargs_def = self.treedef.children()
-            structures = [*args_def.children(), kwargs_def]
-            for tree, structure in zip((*args, kwargs), structures, strict=True):
-                start, stop = stop, stop + structure.num_leaves
-                moved = ready[start:stop]
-                stays = all(map(is_, moved, arrays[start:stop]))
-                trees.append(tree if stays else structure.unflatten(moved))
-            *args_laid_out, kwargs = trees
-            args = tuple(args_laid_out)
-        result = self.by_trees(args, kwargs, ANY_CALL)
+        if not self.declared.jit or compat.jit_disabled():
+            outputs, back = self.steps(*ready)
+        else:
+            compiled, spared = self._compiled or self._compile(ready, ANY_CALL)
+            ready = spared(ready)
+            if self.takes_trees:
+                ready = self._trees(args, kwargs, arrays, ready)
+            outputs, back = compiled(*ready, ANY_CALL)
+            spared.keep(outputs)
+        if self.layout.spread:
+            outputs = self.layout.own_parts(outputs, back.placements)
+        return outputs, back
+
+    def _trees(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        arrays: Sequence[Leaf],
+        ready: Sequence[Leaf],
+    ) -> Sequence[PyTree]:
+        """The arguments with their arrays laid out."""
+        if ready is arrays:
+            return args, kwargs
+        # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
+        trees, stop = [], 0
+        args_def, kwargs_def = self.treedef.children()
+        structures = [*args_def.children(), kwargs_def]
+        for tree, structure in zip((*args, kwargs), structures, strict=True):
+            start, stop = stop, stop + structure.num_leaves
+            moved = ready[start:stop]
+            stays = all(map(is_, moved, arrays[start:stop]))
+            trees.append(tree if stays else structure.unflatten(moved))
+        *args_laid_out, kwargs = trees
+        return tuple(args_laid_out), kwargs
+
+    def run_again(self, *operands: PyTree) -> Result | None:
+        """Run what was compiled for an earlier call.
+
+        **Arguments:**
+
+        - `operands`: what `jax.jit` takes of the call: its arguments, or the arrays among their leaves.
+
+        **Returns:** `None`, before anything was done, if the call is not like an earlier one, or if memory
+        might be given up twice.
+        """
+        assert self._compiled is not None
+        compiled, spared = self._compiled
+        if not spared.fed_back(operands):
+            return None
+        try:
+            result: Result = compiled(*operands, LikeBefore())
+        except Refused:
+            self.is_quick = False
+            return None
+        except (RuntimeError, ValueError):
+            self.check_alive(tree_util.tree_leaves(operands))
+            raise
+        spared.keep(result[0], again=True)
         return result
 
     def traced_run(self, inputs: Sequence[Leaf], recorded: bool) -> Result:
@@ -245,28 +283,60 @@ class Program:
         jaxpr is, no layer of ours goes into it.
         """
         if not recorded:
-            self._check_trace(lambda: self.plain.trace(*inputs))
-        run = self.steps if recorded or not self.declared.jit else self.plain
-        outputs, back = run(*inputs)
+            self._check_trace(lambda: self.plain.trace(*inputs, ANY_CALL))
+        if recorded or not self.declared.jit:
+            outputs, back = self.steps(*inputs)
+        else:
+            outputs, back = self.plain(*inputs, ANY_CALL)
         if not self.checked:
             self._check(shard_map_recorded(outputs))
         return outputs, back
 
     def traced(self, inputs: Sequence[Leaf]) -> jax.stages.Traced:
         """The trace for these inputs, which the call that follows finds."""
-        traced: jax.stages.Traced
-        if self.by_trees is None:
-            traced = self.jitted.trace(*inputs)
-        else:
-            traced = self.by_trees.trace(*self.treedef.unflatten(inputs), ANY_CALL)
+        compiled, _ = self._compiled or self._compile(inputs, ANY_CALL)
+        operands = self.treedef.unflatten(inputs) if self.takes_trees else inputs
+        traced: jax.stages.Traced = compiled.trace(*operands, ANY_CALL)
         return traced
 
     def lowered(self, inputs: Sequence[Leaf]) -> jax.stages.Lowered:
         """What `inputs` are lowered to, checked once."""
-        traced: jax.stages.Traced = self.jitted.trace(*inputs)
+        compiled, _ = self._compiled or self._compile(inputs)
+        traced: jax.stages.Traced = compiled.trace(*inputs)
         if not self.checked:
             self._check(shard_map_equation(traced.jaxpr))
         return traced.lower()
+
+    def _compile(self, arrays: Sequence[Leaf], *any_call: "LikeBefore") -> tuple[Any, Spared]:
+        """What runs a program that gives inputs up.
+
+        Which ones is known only after tracing: what was forwarded or only read is never given up. JAX
+        remembers the trace, so that compiling with donation does not trace again.
+        """
+        outputs, back = self.plain.trace(*arrays, *any_call).out_info
+        donated = self._donated(arrays, outputs, back)
+        jitted = jax.jit(self._of_call, donate_argnums=donated)
+        self._compiled = jitted, spared_by(self.layout, arrays, donated)
+        return self._compiled
+
+    def _donated(
+        self, arrays: Sequence[Leaf], outputs: Sequence[Leaf], back: WriteBack
+    ) -> tuple[int, ...]:
+        """The inputs that are given up."""
+        # A buffer can become only an output of its own size. JAX would warn of any other.
+        room = Counter(
+            (x.shape, x.dtype, placement.spec)
+            for x, placement in zip(outputs, back.placements, strict=True)
+        )
+        donated: list[int] = []
+        for k in sorted(set(back.rewritten)) if self._donors is None else self._donors:
+            if k in back.forwarded or not hasattr(arrays[k], "shape"):
+                continue
+            like = (arrays[k].shape, arrays[k].dtype, self.layout.inputs[k].placement.spec)
+            if room[like] > 0:
+                room[like] -= 1
+                donated.append(k)
+        return tuple(donated)
 
     def check(self, inputs: Sequence[Leaf]) -> None:
         """Refuse, once, gradients that the traced function sums a second time, or not at all.
@@ -288,36 +358,25 @@ class Program:
             check_gradients(self.declared.name, equation)
         self.checked = True
 
-    def is_quick(
-        self,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        arrays: Sequence[Leaf],
-        result: Result,
-        refused: bool,
-    ) -> bool:
-        """Whether JAX alone is to run the next call, after one in which nothing had to be moved.
+    def settle(self, arrays: Sequence[Leaf], result: Result, refused: bool) -> None:
+        """Find out whether JAX alone is to run the next call, after one in which nothing had to be moved.
 
         **Arguments:**
 
-        - `args`, `kwargs`, `arrays`: of that call, and their leaves.
-        - `result`: what it gave.
+        - `arrays`, `result`: its inputs, and what it gave.
         - `refused`: whether JAX was to run it, and refused.
         """
-        if compat.jit_disabled():
-            return False
+        if not self._may_be_quick or compat.jit_disabled():
+            return
         self._refusals += refused
-        if self._calls_back is None:
-            # A callback of the user's, which may run on the calling thread, may trace functions of its own.
-            equations = jaxprs.equations(self.by_trees.trace(args, kwargs, ANY_CALL).jaxpr)
-            self._calls_back = any(map(jaxprs.calls_back, equations))
-        if self._refusals >= _REFUSALS or self._calls_back:
-            return False
+        if self._refusals >= _REFUSALS:
+            return
         # A kind of call that is refused once takes a slower way through JAX from then on. So we wait until
         # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
         # `P(None, None)`.
         outputs, back = result
-        return _layouts([outputs[k] for k, _ in back.written]) <= _layouts(arrays)
+        written = [outputs[k] for k, _ in back.written]
+        self.is_quick = _layouts(written) <= _layouts(arrays)
 
     def write_back(
         self,
@@ -356,7 +415,7 @@ class Program:
         The function is traced to find them.
         """
         arrays = self.arrays(leaves)
-        traced = self.plain.trace(*self.layout.abstract(arrays))
+        traced = self.plain.trace(*self.layout.abstract(arrays), ANY_CALL)
         back: WriteBack = traced.out_info[1]
         read = jaxprs.inputs_read(traced.jaxpr)
         lanes = self.layout.count(arrays)
@@ -406,87 +465,29 @@ def _steps(
     return steps
 
 
+def _of_call(
+    steps: Callable[..., Result], shapes: tuple[PyTree, ...] | None
+) -> Callable[..., Result]:
+    """The steps as a function of trees, with a `LikeBefore` after them or not. It refuses other shapes."""
+
+    def of_call(*trees: PyTree) -> Result:
+        if trees and isinstance(trees[-1], LikeBefore):
+            if trees[-1] is not ANY_CALL:
+                # Under `jax.disable_jit` JAX compares nothing, and calls the function itself.
+                raise Refused
+            trees = trees[:-1]
+        arrays = tree_util.tree_leaves(trees)
+        # What is given up depends on shapes. Where they differ `jax.jit` traces anew.
+        if shapes is not None and _shapes(arrays) != shapes:
+            raise OtherShapes
+        return steps(*arrays)
+
+    of_call.__name__ = of_call.__qualname__ = steps.__name__
+    return of_call
+
+
 def _layouts(arrays: Sequence[Leaf]) -> set[tuple[int, Sharding]]:
     return {(x.ndim, x.sharding) for x in arrays if isinstance(x, jax.Array)}
-
-
-class Donating:
-    """The steps of a program compiled so that they may overwrite inputs.
-
-    Which inputs those are is known only after tracing: what was forwarded or only read is never given up.
-    JAX remembers the trace, so that compiling with donation does not trace again.
-
-    **Arguments:**
-
-    - `steps`, `layout`: of the program.
-    - `donors`: the numbers of the inputs that may be given up; `None` for those of written states.
-    """
-
-    def __init__(
-        self, steps: Callable[..., Result], layout: Layout, donors: Sequence[int] | None
-    ) -> None:
-        self.steps = steps
-        self.layout = layout
-        self.donors = donors
-        self._compiled: dict[Any, tuple[Any, Spared]] = {}
-        # What the last call ran is tried first.
-        self._last: tuple[Any, Spared] = (_refuse, Spared((), ()))
-
-    def __call__(self, *arrays: Leaf) -> Result:
-        compiled, spared = self._last
-        try:
-            outputs: Result = compiled(*spared(arrays))
-        except OtherShapes:
-            if compat.jit_disabled():
-                return self.steps(*arrays)
-            compiled, spared = self._last = self._for(arrays)
-            outputs = compiled(*spared(arrays))
-        spared.keep(outputs[0])
-        return outputs
-
-    def trace(self, *arrays: Leaf) -> jax.stages.Traced:
-        compiled, _ = self._for(arrays)
-        return compiled.trace(*arrays)
-
-    def _for(self, arrays: Sequence[Leaf]) -> tuple[Any, Spared]:
-        steps, shapes = self.steps, _shapes(arrays)
-
-        def of_shapes(*arrays: Leaf) -> Result:
-            # What is donated depends on shapes. To compare them at every call would cost as much as the rest
-            # of it; but `jax.jit` traces anew where they differ.
-            if _shapes(arrays) != shapes:
-                raise OtherShapes
-            return steps(*arrays)
-
-        if shapes not in self._compiled:
-            of_shapes.__name__ = of_shapes.__qualname__ = steps.__name__
-            donated = self._donated(arrays, *jax.jit(of_shapes).trace(*arrays).out_info)
-            spared = spared_by(self.layout, arrays, donated)
-            self._compiled[shapes] = (jax.jit(of_shapes, donate_argnums=donated), spared)
-        return self._compiled[shapes]
-
-    def _donated(
-        self, arrays: Sequence[Leaf], outputs: Sequence[Leaf], back: WriteBack
-    ) -> tuple[int, ...]:
-        """The inputs that are given up."""
-        # A buffer can become only an output of its own size. JAX would warn of any other.
-        room = Counter(
-            (x.shape, x.dtype, placement.spec)
-            for x, placement in zip(outputs, back.placements, strict=True)
-        )
-        donated: list[int] = []
-        for k in sorted(set(back.rewritten)) if self.donors is None else self.donors:
-            if k in back.forwarded or not hasattr(arrays[k], "shape"):
-                continue
-            like = (arrays[k].shape, arrays[k].dtype, self.layout.inputs[k].placement.spec)
-            if room[like] > 0:
-                room[like] -= 1
-                donated.append(k)
-        return tuple(donated)
-
-
-def _refuse(*arrays: Leaf) -> Any:
-    raise OtherShapes
 
 
 def _shapes(arrays: Sequence[Leaf]) -> tuple[PyTree, ...]:

@@ -530,10 +530,15 @@ def _fill_by_path(
     scores: Mapping[int, Mapping[int, int]], sources: list[int | None], taken: set[int]
 ) -> None:
     """Fill in what is not found yet: the pairs whose paths agree best first, each entering state once."""
-    pairs = [(score, k, i) for k, fits in scores.items() for i, score in fits.items()]
-    for score, k, i in sorted(pairs, key=lambda pair: (-pair[0], *pair[1:])):
-        # Paths without a common end are no evidence, unless there is only one candidate.
-        if sources[k] is None and i not in taken and (score > 0 or len(scores[k]) == 1):
+    # Paths without a common end are no evidence, unless there is only one candidate.
+    pairs = [
+        (-score, k, i)
+        for k, fits in scores.items()
+        for i, score in fits.items()
+        if score > 0 or len(fits) == 1
+    ]
+    for _, k, i in sorted(pairs):
+        if sources[k] is None and i not in taken:
             sources[k] = i
             taken.add(i)
     for k, fits in scores.items():
@@ -587,6 +592,9 @@ def _scores(
     scores = {}
     for i in candidates:
         end, count = ends[i], 0
+        if end[:1] != path[:1]:  # In a large model that is so of nearly all pairs.
+            scores[i] = int(not end)
+            continue
         for x, y in zip(path, end, strict=False):
             if x != y:
                 break

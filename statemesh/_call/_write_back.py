@@ -102,9 +102,9 @@ class WriteBack:
                     # They stand last in the table, whose length is known only at the call.
                     places.append(len(self._statics) - statics)
                     self._statics.append(value)
-        self._pick = _picker([places[i] for i in (*rest, *plain)], len(self.placements))
+        self._pick = picker([places[i] for i in (*rest, *plain)], len(self.placements))
         unit_at = {i: k for k, i in enumerate((*rest, *plain))}
-        self._order = _picker([unit_at[i] for i in range(len(units))], len(units))
+        self._order = picker([unit_at[i] for i in range(len(units))], len(units))
 
     def forget(self) -> None:
         """Let the static leaves go once no call runs the program again. JAX may keep this for long."""
@@ -135,7 +135,7 @@ def _is_plain(node: object) -> bool:
     return isinstance(node, State) and is_plain(type(node)) and _is_source(node.value)
 
 
-def _picker(indices: list[int], count: int) -> Any:
+def picker(indices: list[int], count: int) -> Any:
     """What picks items of a table; `None` if it would pick these `count`, the first ones, in their order."""
     if indices == list(range(count)):
         return None

@@ -227,11 +227,6 @@ def exchanged_by(eqn: Equation) -> Axes:
     return rule_of(eqn).exchanged_over.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
 
 
-def calls_back(eqn: Equation) -> bool:
-    """Whether an equation runs the user's Python code."""
-    return "callback" in eqn.primitive.name
-
-
 def made_varying(eqn: Equation) -> Axes:
     """The axes over which an equation types its operand as varying, leaving its value as it is."""
     return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name == _VARYING else NO_AXES

@@ -97,9 +97,27 @@ def test_large_arrays_go_alone_and_others_in_as_few_as_memory_allows() -> None:
 
     kib = 2**10 // 4
     assert collectives(*[kib] * 150) == 1
-    assert collectives(*[kib] * 150, 1024 * kib, 1024 * kib) == 3
-    # Six times 900 KiB are more than what is copied at once.
-    assert collectives(*[900 * kib] * 6) == 2
+    assert collectives(*[kib] * 150, 128 * kib, 128 * kib) == 3
+    # Six times 100 KiB are more than what is copied at once.
+    assert collectives(*[100 * kib] * 6) == 2
+
+
+def test_nothing_is_joined_where_one_device_reduces() -> None:
+    """Along an axis of one device too, beside one of several."""
+
+    def copies(mesh: str, spec: Any) -> int:
+        call = sm.shard_map(
+            lambda states, x: [s.set(s.value + x.sum()) for s in states],
+            *(make_mesh(mesh), (P(), spec), P()),
+        )
+        states = [sm.State(np.zeros(4, np.float32), reduce="mean") for _ in range(3)]
+        for after in call(states, np.ones(N, np.float32)):
+            np.testing.assert_array_equal(after.value, np.full(4, N / make_mesh(mesh).size))
+        text: str = call.lower(states, np.ones(N)).as_text()
+        return text.count("stablehlo.concatenate")
+
+    assert copies("8", P("x")) == 1
+    assert copies("1", P("x")) == 0
 
 
 def test_states_that_a_vmap_does_not_batch_stay_unbatched() -> None:

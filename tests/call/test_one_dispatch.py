@@ -155,6 +155,111 @@ def test_lanes() -> None:
     assert_one_dispatch(steady_call)
 
 
+@pytest.mark.parametrize("donate", ["none", "states", "all"])
+def test_calls_that_give_memory_up_and_calls_with_static_leaves(donate: Any) -> None:
+    mesh = make_mesh()
+
+    def state() -> Any:
+        return sm.place(sm.State(np.ones(8, np.float32)), mesh)
+
+    def steady_call(count: int) -> Callable[[], Any]:
+        def fun(model: Any, x: Any) -> Any:
+            act, name, states, read = model
+            return x * 2, (act, name, [s.set(act(s.value) + x.sum()) for s in states], read)
+
+        mapped = sm.shard_map(fun, mesh, (None, P()), (P(), P()), donate=donate)
+        # The states are of one size, so that any two may share memory.
+        model = (jnp.negative, "a name", [state() for _ in range(count)], state())
+        whole = NamedSharding(mesh, P())
+
+        def call() -> Any:
+            nonlocal model
+            _, model = mapped(model, jax.device_put(np.ones(2, np.float32), whole))
+
+        for _ in range(6):
+            old = model
+            call()
+            assert all(s.value.is_deleted() == (donate != "none") for s in old[2])
+            assert model[0] is old[0] and model[3].value is old[3].value
+        np.testing.assert_array_equal(model[2][-1].value, 1.0)
+        return call
+
+    assert_one_dispatch(steady_call)
+
+
+def test_static_leaves_that_change_between_steady_calls() -> None:
+    def fun(act: Any, s: sm.State, x: Any) -> Any:
+        y = act(x) if callable(act) else x * (len(act) if isinstance(act, str) else act)
+        return y, s.set(s.value + 1)
+
+    mapped = sm.shard_map(fun, make_mesh(), (None, None, P("x")), (P("x"), P()), donate="states")
+    _, state, x = mapped.place(jnp.sin, sm.State(np.zeros(8, np.float32)), ROWS)
+    array = jax.device_put(np.float32(3), NamedSharding(make_mesh(), P()))
+    expected: dict[Any, Any] = {jnp.sin: np.sin(ROWS), jnp.cos: np.cos(ROWS), "text": 4 * ROWS}
+    for act in [jnp.sin] * 4 + [jnp.cos, jnp.sin, "text", jnp.sin, 2.0, array] * 3:
+        y, state = mapped(act, state, x)
+        of_number = None if callable(act) or isinstance(act, str) else ROWS * act
+        np.testing.assert_allclose(y, expected[act] if of_number is None else of_number, rtol=1e-6)
+    assert float(state.value[0]) == 22
+
+
+def test_memory_that_is_given_up_in_a_steady_call_is_shared_with_nothing() -> None:
+    mesh = make_mesh()
+    whole = NamedSharding(mesh, P())
+
+    def fun(a: sm.State, b: sm.State, x: Any) -> Any:
+        return a.set(a.value + 1), b.set(b.value + 2), a.value + b.value
+
+    def view(x: jax.Array) -> jax.Array:
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+    mapped = sm.shard_map(fun, mesh, (None, None, P()), P(), donate="states")
+
+    def place(number: float) -> Any:
+        return jax.device_put(np.full(8, number, np.float32), whole)
+
+    x = place(0)
+    makers: list[Callable[[Any, Any], tuple[Any, Any, Any]]] = [
+        lambda a, b: (a, a, x),
+        lambda a, b: (a, view(a), x),
+        lambda a, b: (b, a, x),
+        lambda a, b: (a, b, a),
+        lambda a, b: (a, b, view(b)),
+        lambda a, b: (a, place(1), x),
+    ]
+    for make in makers:
+        a, b = sm.State(place(0)), sm.State(place(0))
+        for _ in range(5):
+            a, b, _ = mapped(a, b, x)
+        first, second, third = make(a.value, b.value)
+        values = [np.array(value) for value in (first, second, third)]
+        a, b, _ = mapped(sm.State(first), sm.State(second), third)
+        for number in (1, 2):
+            np.testing.assert_array_equal(a.value, values[0] + number)
+            np.testing.assert_array_equal(b.value, values[1] + 2 * number)
+            np.testing.assert_array_equal(third, values[2])
+            a, b, _ = mapped(a, b, x)
+    # A view of what an earlier call made was apart from what a later call took.
+    shown = view(a.value)
+    for _ in range(2):
+        c, d, _ = mapped(sm.State(place(0)), sm.State(place(1)), shown)
+    before = np.array(shown)
+    mapped(a, b, shown)
+    np.testing.assert_array_equal(shown, before)
+    # One array twice: one that was given up, and then one that came from the same place.
+    for _ in range(4):
+        c, d, total = mapped(c, d, x)
+    total.delete()
+    with pytest.raises(sm.StatemeshError, match="given up"):
+        mapped(sm.State(total), sm.State(total), x)
+    c, d, total = mapped(c, d, x)
+    expected = np.array(total)
+    c, d, _ = mapped(sm.State(total), sm.State(total), x)
+    np.testing.assert_array_equal(c.value, expected + 1)
+    np.testing.assert_array_equal(d.value, expected + 2)
+
+
 OTHERS: dict[str, Callable[[Model, Any], tuple[Any, ...]]] = {
     "other rows": lambda model, x: (model, jnp.concatenate([x, x])),
     "another dtype": lambda model, x: (model, x.astype(jnp.bfloat16)),

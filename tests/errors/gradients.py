@@ -74,6 +74,33 @@ def beside(model: Any, has_aux: bool = False) -> Mistake:
     return lambda: sm.value_and_grad(loss_fn, has_aux=has_aux)({"w": X})
 
 
+# Parameters that are to be split as another model
+
+
+W = {"w": sm.ParamState(jnp.ones((8, 4))), "b": jnp.ones(4)}
+
+
+def as_parts(split: Any, model: Any = W, mesh: str = "4", axis_name: Any = "x") -> Any:
+    def gradient(model: Any, x: Any) -> Any:
+        def loss_fn(model: Any, x: Any) -> Any:
+            return (x.sum() * model["w"].value).sum(), model
+
+        return sm.grad(loss_fn, axis_name=axis_name, split_as=split)(model, x)[0]
+
+    return sm.shard_map(gradient, make_mesh(mesh), (None, P("x")), P())(model, X)
+
+
+def parts(spec: Any, *shape: int) -> Any:
+    """A model of which one parameter is split."""
+    return {"w": sm.ParamState(jnp.ones(shape or (8, 4)), spec=spec), "b": jnp.ones(4)}
+
+
+def split_over_lanes(lanes: Any) -> Any:
+    split = sm.fsdp(W, make_mesh("4"), "x", min_size=4)
+    step = sm.grad(lambda model, x: (x * model["w"].value.sum(), model), split_as=split)
+    return lanes(step, axis_name="x", in_axes=(None, 0), out_axes=None)(W, X)
+
+
 # Maps that do not check what varies
 
 
@@ -258,6 +285,28 @@ MISTAKES: Mistakes = {
         lambda: on_mesh(summed_where_it_is_the_same, "4x2"),
     ],
     "parameters gathered before the gradient": lambda: on_mesh(gathered_before),
+    "split as a model of another structure": [
+        lambda: as_parts({"w": W["w"]}),
+        lambda: as_parts({**W, "w": sm.ParamState(jnp.ones(8))}),
+        lambda: sm.trainable(W, split_as=3),
+    ],
+    "split as a model without specs": lambda: as_parts(W),
+    "split as a model over an axis that is not named": lambda: as_parts(
+        sm.fsdp(W, make_mesh("4x2"), ("x", "y"), min_size=4), mesh="4x2"
+    ),
+    "split as a model by the major axis": lambda: as_parts(
+        sm.fsdp(parts(P(("x", "y"), None)), make_mesh("4x2"), "x", min_size=4),
+        sm.fsdp(parts(P("y", None)), make_mesh("4x2"), "y", min_size=4),
+        "4x2",
+    ),
+    "split as a model for another mesh": lambda: as_parts(
+        sm.fsdp(parts(P("x", None), 8, 4), make_mesh("4"), "x", min_size=4),
+        sm.fsdp(parts(P(None, None), 6, 4), make_mesh("4"), "x", min_size=64),
+    ),
+    "split as a packed model": lambda: sm.trainable(
+        sm.pack(W, make_mesh("4")), split_as=sm.fsdp(W, make_mesh("4"), "x")
+    ),
+    "split over lanes": each(split_over_lanes, sm.vmap2, sm.pmap2),
     "number of microbatches": lambda: sm.value_and_grad(fit, microbatches=0),
     "rows that microbatches do not divide": lambda: sm.value_and_grad(rated, microbatches=4)(
         model(), {"a": ROWS, "b": ROWS[:4]}, jnp.arange(9)

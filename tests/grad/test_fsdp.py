@@ -178,9 +178,12 @@ def test_layer_by_layer_in_a_scan_with_remat(check_vma: bool, kind: AxisType) ->
 
 @pytest.mark.parametrize(("dtype", "check_vma"), [("float32", False), ("bfloat16", True)])
 def test_bits_are_those_of_separate_gathers(dtype: str, check_vma: bool) -> None:
-    given = {"a": values(8, 4, dtype=dtype), "b": values(2, 8, 2, dtype=dtype)}
-    weights = {"a": values(4, 8, 4, dtype=dtype), "b": values(4, 2, 8, 2, dtype=dtype)}
-    specs = {"a": P("x", None), "b": P(None, "x", None)}
+    """Small arrays go together, and each large one by itself. The whole array decides what is large."""
+    rows = 2**17 // jnp.dtype(dtype).itemsize // 8
+    specs = {"a": P("x", None), "b": P(None, "x", None), "c": P("x", None), "d": P(None, "x")}
+    shapes = {"a": (8, 4), "b": (2, 8, 2), "c": (rows, 8), "d": (2 * rows, 4)}
+    given = {name: values(*shape, dtype=dtype) for name, shape in shapes.items()}
+    weights = {name: values(4, *shape, dtype=dtype) for name, shape in shapes.items()}
     model = {name: sm.ParamState(given[name], spec=specs[name]) for name in given}
 
     def joined(model: Any, weights: Any) -> Any:
@@ -203,7 +206,8 @@ def test_bits_are_those_of_separate_gathers(dtype: str, check_vma: bool) -> None
         assert grads[name].value.dtype == x.dtype
     # XLA may sum narrow floats in float32 by itself, so that only the program tells.
     program = str(jax.make_jaxpr(mapped)(model, weights))
-    assert re.findall(r"(\w+)\[[^\n=]*= reduce_scatter\b", program) == ["f32"]
+    assert re.findall(r"(\w+)\[[^\n=]*= reduce_scatter\b", program) == 3 * ["f32"]
+    assert len(re.findall(r"= all_gather\b", program)) == 3
 
 
 def test_which_axis_is_split() -> None:

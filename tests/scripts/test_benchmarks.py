@@ -56,13 +56,15 @@ def test_models_are_trained_alike_by_all() -> None:
 @pytest.mark.slow
 def test_they_are_timed_in_processes_of_their_own() -> None:
     peers = [FLOOR, "statemesh, donating"]
-    rows = measure("sharded", ["Explicit"], 2, 3, peers, 2, 0.01, 100.0)
+    rows = measure("sharded", ["Explicit"], 2, 3, peers, 2, 3, 0.01, 100.0)
     assert [row.peer for row in rows] == peers
     for row in rows:
         assert row.refused is None
         assert (row.traces, row.compiles) == (0, 0)
         for seconds in (row.wall, row.host, row.first, row.second):
             assert seconds is not None and seconds > 0
+        assert (len(row.firsts), len(row.walls), len(row.hosts)) == (2, 3, 3)
+        assert row.wall == np.median(row.walls) and row.first == np.median(row.firsts)
 
 
 def measured(peer: str, wall: float, kind: str = "sharded", axes: str = "Explicit") -> Row:
@@ -89,6 +91,31 @@ def test_tables_have_ratios_to_the_program_by_hand_and_the_quickest_library(tmp_
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
     assert "newer" in text and "old" not in text and text.count(ours) == 1
+
+
+def test_the_table_of_models_has_the_range_over_rounds(tmp_path: Path) -> None:
+    rows = [
+        Row(
+            *(peer, kind, axes, 8, 27, 3e-4 * k, 1e-4, 0.5, 0.1, 0.0, 0.0, 1000.0 * k),
+            walls=[2e-4 * k, 3e-4 * k, 5e-4 * k],
+            hosts=[1e-4] * 3,
+        )
+        for kind in get_args(Model)
+        for axes in get_args(Axes)
+        for k, peer in ((1, FLOOR), (2, "statemesh"))
+    ]
+    page = tmp_path / "benchmarks.md"
+    page.write_text(
+        "before\n<!-- table of models: begin -->\n<!-- table of models: end -->\nafter\n"
+    )
+    put(tmp_path, "about", [[*rows, measured(FLOOR, 2e-4)]])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert text.count("| statemesh |") == len(get_args(Model)) * len(get_args(Axes))
+    assert (
+        "| cnn | Auto | 8 | statemesh | 600 (400-1000) | 2.00 | 100 (100-100) | 1.00 | 500 | 1.00 | 2000 |\n"
+        in text
+    )
 
 
 def test_pictures_show_programs_and_libraries(tmp_path: Path) -> None:

@@ -1,12 +1,19 @@
-"""Means of states over all devices: joined by statemesh, and one by one by hand.
+"""Reductions over all devices, joined by statemesh and one by one: means of states, and training steps.
 
     python -m tests.scripts.benchmarks.joined [--processes 1 2] [--devices 8] [--rounds 3] [--donate]
+    python -m tests.scripts.benchmarks.joined --models transformer cnn mlp [--kibibytes 0 64 128 256 1024]
 
-Every state lies on every device and moves towards the mean of the input; then the mean over the devices is
-taken, on meshes of Explicit and of Auto axes. Several processes share the devices, and talk to each other
-as processes on several machines do. One run calls the programs in turn and waits for each result. It
-prints, for some numbers and sizes of states, the median time of a call, and the ratio. `--donate` gives the
-old states up.
+Without `--models` every state lies on every device and moves towards the mean of the input; then the mean
+over the devices is taken, on meshes of Explicit and of Auto axes. One by one it is taken by hand. It prints,
+for some numbers and sizes of states, the median time of a call, and the ratio. `--donate` gives the old
+states up.
+
+With `--models` these models are trained data-parallel, and gradients are joined that are smaller than each
+number of KiB, in buckets of four times as much. Zero joins nothing. It prints the median time of a step, and
+the median and the range, over the rounds, of its ratio to that of a step that joins nothing.
+
+One run calls all programs in turn and waits for each result. Several processes share the devices, and talk
+to each other as processes on several machines do.
 """
 
 import argparse
@@ -15,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -24,16 +31,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh._axes import _joined
 from tests.processes import free_port
-from tests.scripts.benchmarks.peers._case import timed
+from tests.scripts.benchmarks.peers._case import Axes, Case, timed
+from tests.scripts.benchmarks.peers._models import Model
+from tests.scripts.benchmarks.peers._training import with_statemesh
 
 
-# So many states of so many bytes each.
-CASES = [
-    *((10, 64), (100, 64), (100, 4 * 2**10), (16, 64 * 2**10), (8, 256 * 2**10), (8, 512 * 2**10)),
-    *((8, 2**20), (4, 4 * 2**20), (2, 16 * 2**20), (2, 64 * 2**20)),
-]
-AXES = ("Explicit", "Auto")
+# So many states of so many bytes each. The last ones go alone.
+CASES = ((10, 64), (100, 64), (100, 4 * 2**10), (16, 64 * 2**10), (8, 256 * 2**10))
+AXES = get_args(Axes)
 
 
 Call = Callable[[], Any]
@@ -97,6 +104,37 @@ def measure(rounds: int, seconds: float, donate: bool) -> None:
             print(f"| {axes} | {sizes} | {shown} |", flush=True)
 
 
+def measure_models(
+    models: Sequence[Model], kibibytes: Sequence[int], rounds: int, seconds: float
+) -> None:
+    for model in models:
+        calls: dict[tuple[Axes, int], Call] = {}
+        for axes in AXES:
+            for limit in kibibytes:
+                _joined.LARGE, _joined._BUCKET = limit * 2**10, 4 * limit * 2**10
+                calls[axes, limit] = with_statemesh(Case(model, axes, jax.device_count(), 0)).step
+                # The first call traces with these limits.
+                jax.block_until_ready(calls[axes, limit]())
+        for _ in range(2):
+            wall = sum(timed(call)[0] for call in calls.values())
+        turns = max(2, int(seconds / wall))
+        if jax.process_count() > 1:
+            turns = int(multihost_utils.broadcast_one_to_all(turns))
+        times: list[dict[tuple[Axes, int], float]] = []
+        for _ in range(rounds):
+            of_round: dict[tuple[Axes, int], list[float]] = {name: [] for name in calls}
+            for turn in range(turns):
+                for name in [*calls][:: -1 if turn % 2 else 1]:
+                    of_round[name].append(timed(calls[name])[0])
+            times.append({name: median(of_call) for name, of_call in of_round.items()})
+        for axes, limit in calls if jax.process_index() == 0 else ():
+            of_call = [1e3 * of_round[axes, limit] for of_round in times]
+            ratios = sorted(of_round[axes, limit] / of_round[axes, 0] for of_round in times)
+            shown = f"{median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+            sizes = f"{jax.process_count()} | {jax.device_count()} | {limit} KiB"
+            print(f"| {model} | {axes} | {sizes} | {median(of_call):.3g} | {shown} |", flush=True)
+
+
 def start(processes: int, devices: int, port: int) -> None:
     """Measure in so many processes, which share the devices."""
     flags = f"--xla_force_host_platform_device_count={devices // processes}"
@@ -119,11 +157,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--donate", action="store_true")
+    parser.add_argument("--models", choices=get_args(Model), nargs="+")
+    parser.add_argument("--kibibytes", type=int, nargs="+", default=[0, 64, 128, 256, 1024])
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is None:
         sizes = "processes | devices | states | bytes of each"
-        print(f"| axes | {sizes} | by hand, ms | joined, ms | ratio |\n|{' --- |' * 8}", flush=True)
+        head = f"| axes | {sizes} | by hand, ms | joined, ms | ratio |\n|{' --- |' * 8}"
+        if options.models:
+            sizes = "processes | devices | joined below"
+            head = f"| model | axes | {sizes} | ms | to one by one |\n|{' --- |' * 7}"
+        print(head, flush=True)
         for processes in options.processes:
             start(processes, options.devices, free_port())
         return
@@ -131,7 +175,10 @@ def main() -> None:
     if int(count) > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(own))
-    measure(options.rounds, options.seconds, options.donate)
+    if options.models:
+        measure_models(options.models, options.kibibytes, options.rounds, options.seconds)
+    else:
+        measure(options.rounds, options.seconds, options.donate)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 
 `run` starts each peer in a process of its own for each type of the mesh's axes, and calls all of them in
 turn, waiting for each result. `show` prints the numbers of each program from the first file that has it,
-with the range of the ratios over all files. With `--write` it puts the tables and two pictures into the
-documentation.
+with the range of the ratios over all files; of the models that are trained, with the ranges over the rounds.
+With `--write` it puts the tables and two pictures into the documentation.
 """
 
 import argparse
@@ -19,10 +19,11 @@ from typing import get_args
 import jax
 
 from tests.scripts.benchmarks.peers._case import Axes, Kind
+from tests.scripts.benchmarks.peers._models import Model
 from tests.scripts.benchmarks.peers._peers import PEERS, TRAINERS, peers_of
 from tests.scripts.benchmarks.peers._pictures import picture, small_picture
 from tests.scripts.benchmarks.peers._run import Row, measure
-from tests.scripts.benchmarks.peers._table import firsts, put, read, table
+from tests.scripts.benchmarks.peers._table import firsts, put, read, tables
 
 
 # How many states are measured where nothing else is asked for. Nested modules and layers have one number.
@@ -35,12 +36,14 @@ def run(options: argparse.Namespace) -> None:
         peers = [name for name in peers_of(kind) if name in (options.peers or peers_of(kind))]
         for devices in options.devices:
             for states in options.states or SIZES.get(kind, [1, 10, 100, 1000]):
+                # The models are compared by the time of their first call too.
+                starts = options.starts or (5 if kind in get_args(Model) else 1)
                 found = measure(
                     *(kind, options.axes, devices, states, peers),
-                    *(options.rounds, options.seconds, options.limit),
+                    *(starts, options.rounds, options.seconds, options.limit),
                 )
                 rows += found
-                print("\n".join(table([found])), flush=True)
+                print("\n".join(tables([found])), flush=True)
                 about = f"JAX {jax.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores"
                 saved = {"about": about, "rows": [vars(row) for row in rows]}
                 options.file[0].write_text(json.dumps(saved, indent=1))
@@ -49,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
 def show(options: argparse.Namespace) -> None:
     about, runs = read(options.file)
     about = f"{about}. Medians, microseconds; first and second call milliseconds; bytes."
-    print("\n".join([about, "", *table(runs)]))
+    print("\n".join([about, "", *tables(runs)]))
     if options.write is not None:
         put(options.write, about, runs)
         picture(firsts(runs), options.write / "assets" / "benchmarks.svg")
@@ -65,6 +68,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--states", type=int, nargs="+")
     parser.add_argument("--peers", nargs="+", choices=PEERS | TRAINERS)
+    parser.add_argument("--starts", type=int)
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=0.1)
     parser.add_argument("--limit", type=float, default=120.0)

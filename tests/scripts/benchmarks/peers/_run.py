@@ -38,6 +38,10 @@ class Row:
     moved: float | None = None
     # Why nothing was measured.
     refused: str | None = None
+    # What the times are medians of: the medians of the rounds, and the first calls of several processes.
+    walls: list[float] = dataclasses.field(default_factory=list)
+    hosts: list[float] = dataclasses.field(default_factory=list)
+    firsts: list[float] = dataclasses.field(default_factory=list)
 
 
 class Worker:
@@ -57,11 +61,12 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.times: list[tuple[float, float]] = []
         self.state: list[float] = []
         found = self.answer()
         if found is not None:
-            row.first, row.second, self.state = found["first"], found["second"], found["state"]
+            row.firsts.append(found["first"])
+            row.first, row.second = statistics.median(row.firsts), found["second"]
+            self.state = found["state"]
 
     @property
     def alive(self) -> bool:
@@ -87,13 +92,20 @@ class Worker:
         self.process.stdin.flush()
         return self.answer()
 
+    def round(self, seconds: float) -> None:
+        """Call for so long."""
+        if (found := self.tell(f"calls {seconds}")) is not None:
+            walls, hosts = zip(*found["times"], strict=True)
+            self.row.walls.append(statistics.median(walls))
+            self.row.hosts.append(statistics.median(hosts))
+
     def conclude(self, with_sizes: bool) -> None:
         """Put medians and counts into the row and end the process."""
-        walls, hosts = zip(*self.times, strict=True)
-        self.row.wall, self.row.host = statistics.median(walls), statistics.median(hosts)
+        row = self.row
+        row.wall, row.host = statistics.median(row.walls), statistics.median(row.hosts)
         if (found := self.tell("sizes" if with_sizes else "counts")) is not None:
             for name, value in found.items():
-                setattr(self.row, name, value)
+                setattr(row, name, value)
         self.end()
 
     def end(self) -> None:
@@ -107,24 +119,31 @@ def measure(
     devices: int,
     states: int,
     peers: Sequence[str],
+    starts: int,
     rounds: int,
     seconds: float,
     limit: float,
 ) -> list[Row]:
     """Measure one program with all peers, on meshes of each type of axes in turn.
 
-    Each peer has so many turns of so many seconds, in an order that rotates. All must compute the same.
+    Each peer starts so many processes and then, in the last one, has so many rounds of so many seconds, in an
+    order that rotates. All must compute the same.
     """
     rows = [Row(peer, kind, each, devices, states) for each in axes for peer in peers]
-    workers = [worker for row in rows if (worker := Worker(row, limit)).alive]
+    for _ in range(starts - 1):
+        for row in rows:
+            if row.refused is None and (worker := Worker(row, limit)).alive:
+                worker.end()
+    alive = [row for row in rows if row.refused is None]
+    workers = [worker for row in alive if (worker := Worker(row, limit)).alive]
     floor = next((worker.state for worker in workers if worker.row.peer == FLOOR), None)
     for worker in workers if floor is not None else ():
         np.testing.assert_allclose(worker.state, floor, rtol=1e-4, err_msg=worker.row.peer)
     for turn in range(rounds):
         k = turn % max(len(workers), 1)
         for worker in workers[k:] + workers[:k]:
-            if worker.alive and (found := worker.tell(f"calls {seconds}")) is not None:
-                worker.times += found["times"]
+            if worker.alive:
+                worker.round(seconds)
     for worker in workers:
         if worker.alive:
             worker.conclude(with_sizes=states <= 1000)

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+from tests.scripts.benchmarks.peers._models import Model
 from tests.scripts.benchmarks.peers._peers import FLOOR
 from tests.scripts.benchmarks.peers._run import Row
 
@@ -12,6 +14,11 @@ BEGIN, END = "<!-- table of {}: begin -->", "<!-- table of {}: end -->"
 HEAD = (
     "| program | axes | devices | states | | wall | to hand | host | to hand | first | second | traces "
     "| compiles | held | moved |"
+)
+
+
+HEAD_OF_MODELS = (
+    "| model | axes | devices | | wall | to hand | host | to hand | first | to hand | held |"
 )
 
 
@@ -27,6 +34,41 @@ def firsts(runs: Sequence[Sequence[Row]]) -> list[Row]:
     for row in (row for rows in runs for row in rows):
         found.setdefault((*_case(row), row.peer), row)
     return list(found.values())
+
+
+def tables(runs: Sequence[Sequence[Row]]) -> list[str]:
+    """Lines of Markdown: the table of the programs, and that of the models that are trained."""
+    programs = [[row for row in rows if row.kind not in get_args(Model)] for rows in runs]
+    models = [row for row in firsts(runs) if row.kind in get_args(Model)]
+    return [
+        *(table(programs) if any(programs) else []),
+        *(["", *table_of_models(models)] if models else []),
+    ]
+
+
+def table_of_models(rows: Sequence[Row]) -> list[str]:
+    """Lines of Markdown: medians with their range over rounds, and the ratios of medians."""
+    lines = [HEAD_OF_MODELS, "|" + " --- |" * HEAD_OF_MODELS.count(" |")]
+    for row in rows:
+        place = f"| {row.kind} | {row.axes} | {row.devices} | {row.peer} |"
+        if row.wall is None or row.host is None or row.first is None:
+            lines.append(f"{place} {row.refused} |" + " |" * 6)
+            continue
+        shown = [
+            f"{1e6 * row.wall:.0f}{_spread(1e6, row.walls)}",
+            _range([_ratio(row, rows, "wall")]),
+            f"{1e6 * row.host:.0f}{_spread(1e6, row.hosts)}",
+            _range([_ratio(row, rows, "host")]),
+            f"{1e3 * row.first:.0f}{_spread(1e3, row.firsts)}",
+            _range([_ratio(row, rows, "first")]),
+            "" if row.peak is None else f"{row.peak:.0f}",
+        ]
+        lines.append(f"{place} {' | '.join(shown)} |")
+    return lines
+
+
+def _spread(unit: float, seconds: Sequence[float]) -> str:
+    return f" ({unit * min(seconds):.0f}-{unit * max(seconds):.0f})" if len(seconds) > 1 else ""
 
 
 def table(runs: Sequence[Sequence[Row]]) -> list[str]:
@@ -84,13 +126,19 @@ def _range(ratios: Sequence[float | None]) -> str:
 
 
 def put(folder: Path, about: str, runs: Sequence[Sequence[Row]]) -> None:
-    """Put the table of each program into its place in the pages of a folder."""
+    """Put the table of each program, and that of the models, into its place in the pages of a folder."""
+    rows_of: dict[str, list[list[Row]]] = {}
+    for kind in dict.fromkeys(row.kind for row in firsts(runs)):
+        place = "models" if kind in get_args(Model) else kind
+        rows_of.setdefault(place, [[] for _ in runs])
+        for rows, of_place in zip(runs, rows_of[place], strict=True):
+            of_place += [row for row in rows if row.kind == kind]
     for page in sorted(folder.glob("benchmarks*.md")):
         text = page.read_text()
-        for kind in dict.fromkeys(row.kind for row in firsts(runs)):
-            begin, end = BEGIN.format(kind), END.format(kind)
+        for place, of_runs in rows_of.items():
+            begin, end = BEGIN.format(place), END.format(place)
             if begin in text:
-                lines = table([[row for row in rows if row.kind == kind] for rows in runs])
+                lines = tables(of_runs)
                 before, _, rest = text.partition(begin)
                 after = rest.partition(end)[2]
                 text = "\n".join([before + begin, "", about, "", *lines, "", end + after])
