@@ -138,9 +138,7 @@ class Program:
 
         # How it is compiled. The backward pass of an eager `jax.vjp` may be recorded, and no layer of ours
         # goes into its jaxpr.
-        self._of_call = _of_call(
-            self.steps, None if donate == "none" else self.shapes_of(call.leaves)
-        )
+        self._of_call = _of_call(self.steps, one_shape=donate != "none")
         self.plain = jax.jit(self._of_call, inline=compat.INLINED)
         self._donors = self._donors_of(call)
         # What `jax.jit` made, and the guard of what is given up: that is known after a trace.
@@ -465,12 +463,15 @@ def _steps(
     return steps
 
 
-def _of_call(
-    steps: Callable[..., Result], shapes: tuple[PyTree, ...] | None
-) -> Callable[..., Result]:
-    """The steps as a function of trees, with a `LikeBefore` after them or not. It refuses other shapes."""
+def _of_call(steps: Callable[..., Result], one_shape: bool) -> Callable[..., Result]:
+    """The steps as a function of trees, with a `LikeBefore` after them or not.
+
+    With `one_shape` it takes the shapes that it first met, and refuses others.
+    """
+    shapes: tuple[PyTree, ...] | None = None
 
     def of_call(*trees: PyTree) -> Result:
+        nonlocal shapes
         if trees and isinstance(trees[-1], LikeBefore):
             if trees[-1] is not ANY_CALL:
                 # Under `jax.disable_jit` JAX compares nothing, and calls the function itself.
@@ -478,8 +479,10 @@ def _of_call(
             trees = trees[:-1]
         arrays = tree_util.tree_leaves(trees)
         # What is given up depends on shapes. Where they differ `jax.jit` traces anew.
-        if shapes is not None and _shapes(arrays) != shapes:
-            raise OtherShapes
+        if one_shape:
+            shapes = _shapes(arrays) if shapes is None else shapes
+            if shapes != _shapes(arrays):
+                raise OtherShapes
         return steps(*arrays)
 
     of_call.__name__ = of_call.__qualname__ = steps.__name__

@@ -25,7 +25,7 @@ OTHER_MESHES = {
     "packed": "4x2",
     "all_policies": "2x2x2",
     "exchanges": "2x2x2",
-    "donated": "1",
+    "donated": "2",
 }
 EXCHANGES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 

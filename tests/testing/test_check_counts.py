@@ -97,6 +97,8 @@ def assert_found(x: Any, mesh: Any, *names: str) -> None:
 
 
 NARROW = ("capacity", "variance_of_a_mask", "segments", "slots_by_rank", "hard_softmax", "rank")
+# Beside another use of the same function XLA may compute it twice, in two ways that round differently.
+NARROW += ("function_again",)
 
 
 @pytest.mark.slow
