@@ -20,7 +20,7 @@ def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: MappedAxes, wide
     compared: set[Any] = set()
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
         graph = graph_of(closed, scope)
-        evaluator = Evaluator(graph, wide)
+        evaluator = Evaluator(graph, wide, {})
         values = [evaluator.arithmetic.value(x) for x in arrays]
         known = dict(zip(graph.inputs, map(in_numpy, values), strict=True))
         known |= evaluator.constants()
