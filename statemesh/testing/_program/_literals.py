@@ -5,7 +5,7 @@ double precision, the same function has the number itself in the same place.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,7 +41,7 @@ def rounded_literals(jaxpr: Jaxpr, exact: Exact) -> frozenset[tuple[str, float]]
     literals = set()
     for atom in _literals(jaxpr):
         known = exact.get(id(atom))
-        x = np.asarray(atom.val, atom.aval.dtype) if known is None else known
+        x = np.asarray(atom.val, _dtype(atom)) if known is None else known
         if not is_inexact(x.dtype) or x.dtype.kind == "c" or not np.isfinite(float(x)):
             continue
         if not is_short(float(x), x.dtype):
@@ -59,7 +59,7 @@ def _literals(jaxpr: Jaxpr) -> Iterable[Any]:
 
 
 def _may_be_rounded(literal: Any) -> bool:
-    dtype = literal.aval.dtype
+    dtype = _dtype(literal)
     if not is_inexact(dtype) or promoted(dtype) == dtype:
         return False
     x = np.asarray(literal.val, dtype)
@@ -67,6 +67,21 @@ def _may_be_rounded(literal: Any) -> bool:
         # In 8 digits many numbers are one that looks as if it was meant: 0.9999 is 1.
         return bool(x != 0)
     return not all(is_short(part, _USUAL) for part in _parts(x) if math.isfinite(part))
+
+
+def lost_literals(jaxpr: Jaxpr, exact: Exact) -> Iterator[tuple[Equation, str]]:
+    """The literals of which a dtype leaves 0, 1 or -1, although they are not: what they should do is not done.
+
+    With each comes the equation that reads it.
+    """
+    for eqn in all_equations(opened(jaxpr)):
+        for atom in filter(is_literal, eqn.invars):
+            known, dtype = exact.get(id(atom)), _dtype(atom)
+            if known is None or known.dtype.kind == "c":
+                continue
+            own, x = float(np.asarray(atom.val, dtype)), float(known)
+            if own != x and abs(own) in (0, 1):
+                yield eqn, f"{x!r} is {own:g} in {dtype}"
 
 
 def exact_literals(own: Jaxpr, wide: Jaxpr) -> dict[int, Numbers]:
@@ -121,7 +136,10 @@ class _Pairing:
             return
         with np.errstate(all="ignore"):
             is_same = equal(wide.astype(own.dtype), own).all()
-        if not is_same or not all(_is_meant(part, own.dtype) for part in _parts(wide)):
+        if not is_same or not np.array_equal(np.isfinite(own), np.isfinite(wide)):
+            # An overflow is another number, such as the mask that the program looks for.
+            return
+        if not all(_is_meant(part, own.dtype) for part in _parts(wide)):
             return
         known = self.exact.setdefault(id(literal), wide)
         if known is not None and not equal(known, wide).all():

@@ -161,7 +161,7 @@ def trace_exactly(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) ->
     traced = trace(mapped, treedef, leaves)
     if not has_rounded(traced.closed):
         return traced
-    for integers in (np.int32, np.int64):
+    for integers in (np.int64, np.int32):
         wide = [_wide_type(x, integers) for x in leaves]
         try:
             with warnings.catch_warnings(), jax.enable_x64(True):
