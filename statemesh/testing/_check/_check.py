@@ -47,8 +47,8 @@ class Checked:
     - `untested`: what was not tested at all, in words. Each is an `UntestedWarning` too.
     - `own_dtype`: the operations that could not run in double precision. In what they compute, mistakes as
         small as rounding were not seen.
-    - `lost`: the numbers of which the dtypes of the program leave 0, 1 or -1, in words: in bfloat16 the factor
-        0.9999 is 1.
+    - `lost`: the numbers of which the dtypes of the program leave 0, 1 or -1, in words: 0.9999 is 1 in
+        bfloat16.
 
     !!! example
 

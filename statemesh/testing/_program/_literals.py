@@ -70,9 +70,9 @@ def _may_be_rounded(literal: Any) -> bool:
 
 
 def lost_literals(jaxpr: Jaxpr, exact: Exact) -> Iterator[tuple[Equation, str]]:
-    """The literals of which a dtype leaves 0, 1 or -1, although they are not: what they should do is not done.
+    """The literals of which a dtype leaves 0, 1 or -1, so that what they should do is not done.
 
-    With each comes the equation that reads it.
+    Each comes in words, with the equation that reads it.
     """
     for eqn in all_equations(opened(jaxpr)):
         for atom in filter(is_literal, eqn.invars):
