@@ -151,7 +151,7 @@ MARK = -1e30
 
 def marked(x: Any) -> Any:
     """Counts marks that came in, marks that were set here, and what is at a limit."""
-    own = jnp.where(x > 2.5, MARK, x)
+    own = jnp.where(x > 2.5, jnp.full_like(x, MARK), x)
     counts = (x == MARK).sum(), (own == MARK).sum(), (x <= 0.1).sum(), (x < 0.1).sum()
     return lax.psum(jnp.stack(counts), "x")
 
@@ -191,7 +191,7 @@ def known(fun: Callable[..., Any], x: Any) -> list[float | None]:
     """For each literal of a program the number that it stands for; `None` where it is not known."""
     traced = trace_exactly(fun, *reversed(jax.tree.flatten(((x,), {}))))
     atoms = [a for eqn in all_equations(opened(traced.closed)) for a in eqn.invars]
-    exact = [traced.exact.get(id(a)) for a in atoms if is_literal(a) and a.aval.dtype.kind != "i"]
+    exact = [traced.exact.of(a) for a in atoms if is_literal(a) and a.aval.dtype.kind != "i"]
     return [None if x is None else float(x) for x in exact]
 
 

@@ -4,9 +4,10 @@ A number of Python becomes a literal of the dtype that it meets: in bfloat16, 0.
 double precision, the same function has the number itself in the same place.
 """
 
+import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from ._jaxprs import (
     aligned,
     all_equations,
     inner_jaxprs,
+    is_identity,
     is_literal,
     is_short,
     opened,
@@ -25,12 +27,30 @@ from ._jaxprs import (
 from ._numbers import equal, is_inexact, promoted
 
 
-# For literals, by their `id`, the numbers that they stand for, in double precision. It holds only as long as
-# the program that has the literals.
-Exact: TypeAlias = Mapping[int, Numbers]
-
 # It has at least as many digits as a caller means who writes another dtype than double precision.
 _USUAL = np.dtype(np.float32)
+
+
+# What hands a literal on, to be compared.
+_HANDS_ON = ("convert_element_type", "broadcast_in_dim")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """What the literals of a program stand for. By `id`, so only as long as the program is there.
+
+    **Attributes:**
+
+    - `numbers`: for literals the numbers in double precision.
+    - `compared`: the equations that compare with a number which the dtype of the program does not have.
+    """
+
+    numbers: Mapping[int, Numbers] = dataclasses.field(default_factory=dict)
+    compared: Collection[int] = ()
+
+    def of(self, literal: Atom) -> Numbers | None:
+        return self.numbers.get(id(literal))
 
 
 def rounded_literals(jaxpr: Jaxpr, exact: Exact) -> frozenset[tuple[str, float]]:
@@ -40,7 +60,7 @@ def rounded_literals(jaxpr: Jaxpr, exact: Exact) -> frozenset[tuple[str, float]]
     """
     literals = set()
     for atom in _literals(jaxpr):
-        known = exact.get(id(atom))
+        known = exact.of(atom)
         x = np.asarray(atom.val, _dtype(atom)) if known is None else known
         if not is_inexact(x.dtype) or x.dtype.kind == "c" or not np.isfinite(float(x)):
             continue
@@ -76,7 +96,7 @@ def lost_literals(jaxpr: Jaxpr, exact: Exact) -> Iterator[tuple[Equation, str]]:
     """
     for eqn in all_equations(opened(jaxpr)):
         for atom in filter(is_literal, eqn.invars):
-            known, dtype = exact.get(id(atom)), _dtype(atom)
+            known, dtype = exact.of(atom), _dtype(atom)
             if known is None or known.dtype.kind == "c":
                 continue
             own, x = float(np.asarray(atom.val, dtype)), float(known)
@@ -84,8 +104,8 @@ def lost_literals(jaxpr: Jaxpr, exact: Exact) -> Iterator[tuple[Equation, str]]:
                 yield eqn, f"{x!r} is {own:g} in {dtype}"
 
 
-def exact_literals(own: Jaxpr, wide: Jaxpr) -> dict[int, Numbers]:
-    """The numbers that literals of a program stand for, as far as they can be known.
+def exact_literals(own: Jaxpr, wide: Jaxpr) -> Exact:
+    """What the literals of a program stand for, as far as it can be known.
 
     **Arguments:**
 
@@ -94,7 +114,28 @@ def exact_literals(own: Jaxpr, wide: Jaxpr) -> dict[int, Numbers]:
     """
     pairing = _Pairing()
     pairing.jaxprs(opened(own), opened(wide))
-    return {key: x for key, x in pairing.exact.items() if x is not None}
+    numbers = {key: x for key, x in pairing.exact.items() if x is not None}
+    jaxprs = {id(jaxpr): jaxpr for jaxpr, _ in pairing.paired.values()}.values()
+    return Exact(numbers, {id(eqn) for jaxpr in jaxprs for eqn in _comparisons(jaxpr, numbers)})
+
+
+def _comparisons(jaxpr: Jaxpr, numbers: Mapping[int, Numbers]) -> Iterator[Equation]:
+    """The equations of a jaxpr that compare with a number which its dtype does not have."""
+    rounded: set[Atom] = set()
+
+    def is_rounded(atom: Any) -> bool:
+        if not is_literal(atom):
+            return atom in rounded
+        x = numbers.get(id(atom))
+        return x is not None and x.dtype.kind == "f" and x != np.asarray(atom.val, _dtype(atom))
+
+    for eqn in jaxpr.eqns:
+        if not any(map(is_rounded, eqn.invars)):
+            continue
+        if eqn.primitive.name in _COMPARISONS:
+            yield eqn
+        elif is_identity(eqn) or eqn.primitive.name in _HANDS_ON:
+            rounded.update(eqn.outvars)
 
 
 class _Pairing:
@@ -103,18 +144,18 @@ class _Pairing:
     **Attributes:**
 
     - `exact`: the number that each literal stands for; `None` for one that stands for several.
+    - `paired`: the jaxprs that have been paired. A function that is called several times is often one jaxpr.
     """
 
     def __init__(self) -> None:
         self.exact: dict[int, Numbers | None] = {}
-        # A function that is called several times is often one jaxpr.
-        self._paired: dict[tuple[int, int], tuple[Jaxpr, Jaxpr]] = {}
+        self.paired: dict[tuple[int, int], tuple[Jaxpr, Jaxpr]] = {}
 
     def jaxprs(self, own: Jaxpr, wide: Jaxpr) -> None:
         key = id(own), id(wide)
-        if key in self._paired:
+        if key in self.paired:
             return
-        self._paired[key] = own, wide
+        self.paired[key] = own, wide
         equations = [_without_conversions(jaxpr) for jaxpr in (own, wide)]
         keys = [list(map(_key, each)) for each in equations]
         for a, b in aligned(*keys).items():

@@ -42,8 +42,6 @@ _OWN_DTYPE = (
     *("nextafter", "pallas_call", "call_hi_primitive"),
 )
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-
 _MARKS = ("", "-add", "-sub", "-mul", "-min", "-max")
 _SCATTERS: Mapping[str, Callable[..., Any]] = {
     f"scatter{mark}": getattr(jax.lax, f"scatter{mark.replace('-', '_')}")
@@ -102,23 +100,14 @@ class Promoted(OwnDtypes):
         return x if wide == x.dtype else jnp.asarray(x, wide)
 
     def literal(self, atom: Any) -> AnyLeaf:
-        known = self.exact.get(id(atom))
+        known = self.exact.of(atom)
         return self.value(super().literal(atom)) if known is None else known
-
-    def rounds_before(self, eqn: Equation) -> bool:
-        """Whether an equation compares with a number that the dtype of the program does not have.
-
-        What is compared may be what the dtype makes of the same number: a mark in data, or a limit that is an
-        argument. So both are rounded before.
-        """
-        if eqn.primitive.name not in _COMPARISONS:
-            return False
-        known = [(v, self.exact[id(v)]) for v in eqn.invars if id(v) in self.exact]
-        return any(x.dtype.kind == "f" and x != OwnDtypes.literal(self, v) for v, x in known)
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         name = eqn.primitive.name
-        if self.rounds_before(eqn):
+        if id(eqn) in self.exact.compared:
+            # What is compared may be what the dtype makes of the same number: a mark in data, or a limit that
+            # is an argument.
             limits = jnp.finfo(dtype_of(eqn.invars[0]))  # type: ignore[no-untyped-call]
             bits = {"exponent_bits": limits.nexp, "mantissa_bits": limits.nmant}
             xs = [jax.lax.reduce_precision(x, **bits) for x in xs]
@@ -262,7 +251,7 @@ class Noisy(Promoted):
 
     def literal(self, atom: Any) -> AnyLeaf:
         own = OwnDtypes.literal(self, atom)
-        known = self.exact.get(id(atom))
+        known = self.exact.of(atom)
         x = own if known is None else known
         wide = self.value(x)
         if is_inexact(x.dtype) and (str(x.dtype), float(np.real(x))) in self.rounded:

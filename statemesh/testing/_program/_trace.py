@@ -77,14 +77,14 @@ class Trace:
     - `types`: the tree of the results, with the type of each array in its place.
     - `statics`: the leaves of the results that are no arrays.
     - `paths`: the path of each array of the results, as the user would type it.
-    - `exact`: the numbers that literals of the program stand for, where that is asked for.
+    - `exact`: what the literals of the program stand for, where that is asked for.
     """
 
     closed: Jaxpr
     types: PyTree
     statics: PyTree
     paths: list[str]
-    exact: Exact = dataclasses.field(default_factory=dict)
+    exact: Exact = dataclasses.field(default_factory=Exact)
 
     def results(self, arrays: Sequence[AnyLeaf]) -> PyTree:
         """The results with these arrays."""
