@@ -341,7 +341,8 @@ class Check:
 
     def _lost(self) -> tuple[str, ...]:
         """The numbers of which the dtypes of the program leave 0 or 1, with their lines."""
-        subject, found = self.subject, []
+        subject = self.subject
+        found: list[tuple[Equation, str]] = []
         for on_mesh in subject.meshes:
             for programs in (subject.programs(on_mesh), subject.reference(on_mesh)):
                 if programs.is_traced:
