@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from statemesh.testing import locate
 from statemesh.testing._program._jaxprs import all_equations, is_literal, opened
+from statemesh.testing._program._numbers import is_inexact
 from statemesh.testing._program._trace import trace_exactly
 
 from .checked import assert_accused, check, report
@@ -190,7 +191,8 @@ def known(fun: Callable[..., Any], x: Any) -> list[float | None]:
     """For each literal of a program the number that it stands for; `None` where it is not known."""
     traced = trace_exactly(fun, *reversed(jax.tree.flatten(((x,), {}))))
     atoms: list[Any] = [a for eqn in all_equations(opened(traced.closed)) for a in eqn.invars]
-    exact = [traced.exact.of(a) for a in atoms if is_literal(a) and a.aval.dtype.kind != "i"]
+    floats = [a for a in filter(is_literal, atoms) if is_inexact(jnp.result_type(a.val))]
+    exact = map(traced.exact.of, floats)
     return [None if x is None else float(x) for x in exact]
 
 
