@@ -27,11 +27,10 @@ from ._jaxprs import (
 from ._numbers import equal, is_inexact, promoted
 
 
-# It has at least as many digits as a caller means who writes another dtype than double precision.
+# A caller who names a dtype for a number means at least as many digits.
 _USUAL = np.dtype(np.float32)
 
-
-# What hands a literal on, to be compared.
+# What hands a literal on as it is, but for its dtype.
 _HANDS_ON = ("convert_element_type", "broadcast_in_dim")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
@@ -94,14 +93,13 @@ def lost_literals(jaxpr: Jaxpr, exact: Exact) -> Iterator[tuple[Equation, str]]:
 
     Each comes in words, with the equation that reads it.
     """
-    for eqn in all_equations(opened(jaxpr)):
-        for atom in filter(is_literal, eqn.invars):
-            known, dtype = exact.of(atom), _dtype(atom)
-            if known is None or known.dtype.kind == "c":
+    for eqn, operands in _with_literals(opened(jaxpr), exact.numbers):
+        for atom, x in zip(eqn.invars, operands, strict=True):
+            if x is None or not _is_rounded(x, _dtype(atom)):
                 continue
-            own, x = float(np.asarray(atom.val, dtype)), float(known)
-            if own != x and abs(own) in (0, 1):
-                yield eqn, f"{x!r} is {own:g} in {dtype}"
+            left = float(_as(x, _dtype(atom)))
+            if abs(left) in (0, 1):
+                yield eqn, f"{float(x)!r} is {left:g} in {_dtype(atom)}"
 
 
 def exact_literals(own: Jaxpr, wide: Jaxpr) -> Exact:
@@ -115,27 +113,46 @@ def exact_literals(own: Jaxpr, wide: Jaxpr) -> Exact:
     pairing = _Pairing()
     pairing.jaxprs(opened(own), opened(wide))
     numbers = {key: x for key, x in pairing.exact.items() if x is not None}
-    jaxprs = {id(jaxpr): jaxpr for jaxpr, _ in pairing.paired.values()}.values()
-    return Exact(numbers, {id(eqn) for jaxpr in jaxprs for eqn in _comparisons(jaxpr, numbers)})
+    compared = {
+        id(eqn)
+        for eqn, operands in _with_literals(opened(own), numbers)
+        if eqn.primitive.name in _COMPARISONS
+        if any(x is not None and _is_rounded(x, _dtype(eqn.invars[0])) for x in operands)
+    }
+    return Exact(numbers, compared)
 
 
-def _comparisons(jaxpr: Jaxpr, numbers: Mapping[int, Numbers]) -> Iterator[Equation]:
-    """The equations of a jaxpr that compare with a number which its dtype does not have."""
-    rounded: set[Atom] = set()
+def _with_literals(
+    jaxpr: Jaxpr, numbers: Mapping[int, Numbers]
+) -> Iterator[tuple[Equation, list[Numbers | None]]]:
+    """All equations of a program, with those of their operands that are literals; `None` for the others."""
+    handed: dict[Atom, Numbers] = {}
 
-    def is_rounded(atom: Any) -> bool:
+    def number(atom: Any) -> Numbers | None:
         if not is_literal(atom):
-            return atom in rounded
-        x = numbers.get(id(atom))
-        return x is not None and x.dtype.kind == "f" and x != np.asarray(atom.val, _dtype(atom))
+            return handed.get(atom)
+        own = np.asarray(atom.val, _dtype(atom))
+        return numbers.get(id(atom), _as(own, promoted(own.dtype)))
 
     for eqn in jaxpr.eqns:
-        if not any(map(is_rounded, eqn.invars)):
-            continue
-        if eqn.primitive.name in _COMPARISONS:
-            yield eqn
-        elif is_identity(eqn) or eqn.primitive.name in _HANDS_ON:
-            rounded.update(eqn.outvars)
+        operands = list(map(number, eqn.invars))
+        yield eqn, operands
+        hands_on = is_identity(eqn) or eqn.primitive.name in _HANDS_ON
+        if hands_on and len(operands) == 1 and operands[0] is not None:
+            handed[eqn.outvars[0]] = operands[0]
+        for inner in inner_jaxprs(eqn):
+            yield from _with_literals(inner, numbers)
+
+
+def _is_rounded(x: Numbers, dtype: Any) -> bool:
+    """Whether a real number is none that a dtype of floats has."""
+    real = x.dtype.kind != "c" and is_inexact(dtype)
+    return real and not equal(_as(x, dtype).astype(np.float64), x).all()
+
+
+def _as(x: Numbers, dtype: Any) -> Numbers:
+    with np.errstate(all="ignore"):  # It may overflow.
+        return x.astype(dtype)
 
 
 class _Pairing:
@@ -144,18 +161,18 @@ class _Pairing:
     **Attributes:**
 
     - `exact`: the number that each literal stands for; `None` for one that stands for several.
-    - `paired`: the jaxprs that have been paired. A function that is called several times is often one jaxpr.
     """
 
     def __init__(self) -> None:
         self.exact: dict[int, Numbers | None] = {}
-        self.paired: dict[tuple[int, int], tuple[Jaxpr, Jaxpr]] = {}
+        # A function that is called several times is often one jaxpr.
+        self._paired: dict[tuple[int, int], tuple[Jaxpr, Jaxpr]] = {}
 
     def jaxprs(self, own: Jaxpr, wide: Jaxpr) -> None:
         key = id(own), id(wide)
-        if key in self.paired:
+        if key in self._paired:
             return
-        self.paired[key] = own, wide
+        self._paired[key] = own, wide
         equations = [_without_conversions(jaxpr) for jaxpr in (own, wide)]
         keys = [list(map(_key, each)) for each in equations]
         for a, b in aligned(*keys).items():
@@ -175,8 +192,7 @@ class _Pairing:
     def _literals(self, literal: Atom, own: Numbers, wide: Numbers) -> None:
         if wide.dtype != promoted(own.dtype) or own.dtype == wide.dtype or own.shape != wide.shape:
             return
-        with np.errstate(all="ignore"):
-            is_same = equal(wide.astype(own.dtype), own).all()
+        is_same = equal(_as(wide, own.dtype), own).all()
         if not is_same or not np.array_equal(np.isfinite(own), np.isfinite(wide)):
             # An overflow is another number, such as the mask that the program looks for.
             return
@@ -188,10 +204,10 @@ class _Pairing:
 
 
 def _is_meant(x: float, dtype: Any) -> bool:
-    """Whether a number in double precision cannot be what a narrower dtype made of another number.
+    """Whether a number in double precision is one that was written, not what a narrower dtype made of it.
 
-    A program that names a dtype, as `np.float32(1 / 3)` does, gets the same there in double precision. Such a
-    number has as many digits as the dtype, and so has no number that was written with few.
+    A program that names a dtype, as `np.float32(1 / 3)` does, rounds in double precision too. The dtype has
+    what it has rounded, and needs most of its digits for that.
     """
     if not math.isfinite(x) or x.is_integer():
         return True
