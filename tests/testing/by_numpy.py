@@ -8,6 +8,7 @@ import numpy as np
 
 from statemesh.testing._locate._evaluate import Evaluator, in_numpy, results_by_numpy
 from statemesh.testing._locate._graph import graph_of
+from statemesh.testing._program._literals import Exact
 from statemesh.testing._program._stacked import MappedAxes, Stacked
 from statemesh.testing._program._trace import NO_MESH
 
@@ -20,7 +21,7 @@ def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: MappedAxes, wide
     compared: set[Any] = set()
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
         graph = graph_of(closed, scope)
-        evaluator = Evaluator(graph, wide)
+        evaluator = Evaluator(graph, wide, Exact())
         values = [evaluator.arithmetic.value(x) for x in arrays]
         known = dict(zip(graph.inputs, map(in_numpy, values), strict=True))
         known |= evaluator.constants()

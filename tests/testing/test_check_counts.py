@@ -152,7 +152,7 @@ def test_a_result_of_which_nothing_is_judged_is_named() -> None:
         # On each mesh other divisions round.
         parts = lax.axis_size("x") + 2
         start = lax.psum(jnp.square(jnp.sin(x)).sum() / parts / 7, "x") * parts / 100
-        return lax.fori_loop(0, 200, lambda _, z: 3.9 * z * (1 - z), start)
+        return lax.fori_loop(0, 200, lambda _, z: 3.95 * z * (1 - z), start)
 
     with pytest.warns(UntestedWarning, match=r"chaotic\(\.\.\.\): none of its numbers") as caught:
         assert check(chaotic, X).unjudged == {"chaotic(...)": 1}

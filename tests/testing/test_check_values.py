@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import UntestedWarning
+from statemesh.testing._program._literals import Exact
 from statemesh.testing._program._noise import Noisy
 from tests.helpers import slow
 
@@ -42,7 +43,7 @@ def test_noise_is_spread_over_a_roundoff_and_other_for_the_next_number(x: Any, r
     (eqn,) = jax.make_jaxpr(lambda x: x * np.float32(0.3))(x.astype(np.float32)).eqns
     exact = x * np.float64(np.float32(0.3))
     with jax.enable_x64(True):
-        noisy = Noisy(jnp.array([0.0, 1.0, run]), frozenset())
+        noisy = Noisy(jnp.array([0.0, 1.0, run]), frozenset(), Exact())
         (moved,) = noisy.bind(eqn, [jnp.asarray(x), jnp.asarray(exact[0] / x[0])])
     # By what part of the roundoff of float32 each product is off.
     parts = (np.asarray(moved) / exact - 1) * 2.0**23

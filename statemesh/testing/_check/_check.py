@@ -17,6 +17,7 @@ from .._locate._lines import line_of
 from .._locate._locate import located_or_why
 from .._program._doubled import narrowed, widened
 from .._program._jaxprs import Equation
+from .._program._literals import lost_literals
 from .._program._numbers import Rounding, numbers
 from .._program._trace import on_one_device
 from .._types import Args, Numbers, PyTree
@@ -46,6 +47,8 @@ class Checked:
     - `untested`: what was not tested at all, in words. Each is an `UntestedWarning` too.
     - `own_dtype`: the operations that could not run in double precision. In what they compute, mistakes as
         small as rounding were not seen.
+    - `lost`: the numbers of which the dtypes of the program leave 0, 1 or -1, in words: 0.9999 is 1 in
+        bfloat16.
 
     !!! example
 
@@ -70,6 +73,7 @@ class Checked:
     only_double: dict[str, int]
     untested: tuple[str, ...]
     own_dtype: tuple[str, ...]
+    lost: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,6 +317,10 @@ class Check:
                 parts.append(f"It agrees {', '.join(self.agreed)}.")
             if subject.in_a_row > 1 and subject.feed_back:
                 parts.append(f"From call to call {subject.feed_back.describe()}.")
+            if lost := self._lost():
+                parts.append(
+                    "\n".join(["What dtypes leave of numbers:", *(f"  - {x}" for x in lost)])
+                )
             raise AssertionError("\n\n".join(parts))
         calls = [subject.programs(on_mesh).of(subject.types) for on_mesh in subject.meshes]
         return Checked(
@@ -328,7 +336,20 @@ class Check:
                 *(report.unended(line, label) for line, label in self.unended.items()),
             ),
             own_dtype=tuple(sorted(set().union(*(call.own_dtype for call in calls)))),
+            lost=self._lost(),
         )
+
+    def _lost(self) -> tuple[str, ...]:
+        """The numbers of which the dtypes of the program leave 0 or 1, with their lines."""
+        subject = self.subject
+        found: list[tuple[Equation, str]] = []
+        for on_mesh in subject.meshes:
+            for programs in (subject.programs(on_mesh), subject.reference(on_mesh)):
+                if programs.is_traced:
+                    traced = programs.of(subject.types).trace
+                    found += lost_literals(traced.closed, traced.exact)
+        words = (f"{text}, at {line_of(eqn) or 'a library'}" for eqn, text in found)
+        return tuple(dict.fromkeys(words))
 
 
 # Other values for the arguments: what is said of them, what makes them, which mismatches with them are

@@ -27,7 +27,7 @@ from .._program._numbers import (
     is_inexact,
 )
 from .._program._replay import BrokenPromise
-from .._program._trace import is_array_or_type, leaf_key, name_of, trace, weighted_gradient
+from .._program._trace import is_array_or_type, leaf_key, name_of, trace_exactly, weighted_gradient
 from .._types import AnyLeaf, AnyMesh, Args, Fun, Numbers, PyTree, tree_util
 from ._feedback import owners
 
@@ -232,7 +232,7 @@ class Programs:
 
         def new() -> Doubled:
             with self._context():
-                traced = trace(self.call, treedef, leaves)
+                traced = trace_exactly(self.call, treedef, leaves)
             return Doubled(name_of(self.call), traced, leaves)
 
         return self._doubled.get((treedef, *map(leaf_key, leaves)), new)

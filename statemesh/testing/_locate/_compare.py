@@ -311,10 +311,9 @@ def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] 
     rounds = loops[0].rounds
     if not rounds or rounds != loops[1].rounds:
         return None
-    wide = comparison.evaluators[0].wide
     evaluators = [
-        Evaluator(graph_of(loop.body, side.scope, node.line), wide)
-        for loop, side in zip(loops, nodes, strict=True)
+        Evaluator(graph_of(loop.body, side.scope, node.line), around.wide, around.exact)
+        for loop, side, around in zip(loops, nodes, comparison.evaluators, strict=True)
     ]
     for number in rounds[:_MOST_ROUNDS]:
         inputs = [_inputs(*each, number) for each in zip(loops, nodes, strict=True)]

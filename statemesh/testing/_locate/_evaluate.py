@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from .._program._collective_rules import RULES, collective
-from .._program._jaxprs import names_of
+from .._program._jaxprs import is_literal, names_of
+from .._program._literals import Exact
 from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers, promoted
 from .._program._replay import Frame, Replay
@@ -44,18 +45,23 @@ class Evaluator(Replay):
 
     - `graph`: the graph.
     - `wide`: whether floats are in double precision; else in their own dtypes.
+    - `exact`: the numbers that literals stand for, which double precision uses.
     """
 
-    def __init__(self, graph: Graph, wide: bool) -> None:
+    def __init__(self, graph: Graph, wide: bool, exact: Exact) -> None:
         super().__init__("locate", graph.jaxpr)
-        self.graph, self.wide = graph, wide
+        self.graph, self.wide, self.exact = graph, wide, exact
         if wide:
-            self.arithmetic = Promoted()
+            self.arithmetic = Promoted(exact)
         self._compiled = functools.lru_cache(_MOST_COMPILED)(self._compile)
 
     def constants(self) -> Values:
         """Those of the graph."""
-        return {x: in_numpy(self.arithmetic.value(y)) for x, y in self.graph.constants.items()}
+        make = self.arithmetic
+        return {
+            x: in_numpy(make.literal(y) if is_literal(y) else make.value(y))
+            for x, y in self.graph.constants.items()
+        }
 
     def run_node(self, node: Node, known: MutableMapping[int, Stacked]) -> None:
         """Add the results of a node to what is known."""
@@ -64,7 +70,8 @@ class Evaluator(Replay):
 
     def results(self, node: Node, values: Sequence[Stacked]) -> list[Stacked]:
         """The results of a node."""
-        by_numpy = results_by_numpy(node, values, self.wide)
+        rounds = self.wide and id(node.eqn) in self.exact.compared
+        by_numpy = None if rounds else results_by_numpy(node, values, self.wide)
         return self.results_by_jax(node, values) if by_numpy is None else by_numpy
 
     def results_by_jax(self, node: Node, values: Sequence[Stacked]) -> list[Stacked]:

@@ -1,18 +1,17 @@
 """A traced program as one list of nodes: calls are opened, loops and branches stay single nodes."""
 
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._program._jaxprs import (
     CALLS,
     Equation,
     Jaxpr,
+    aligned,
     called,
     interpreted,
     is_identity,
@@ -74,7 +73,7 @@ class Graph:
     - `jaxpr`: what it was made from.
     - `inputs`: the numbers of the values that come in.
     - `results`: of those that go out.
-    - `constants`: the values that are a part of the program.
+    - `constants`: the values that are a part of the program: arrays and literals.
     - `nodes`: the nodes on which a result depends.
     """
 
@@ -141,7 +140,7 @@ class _Flattening:
         consts = [self._constant(x) for x in getattr(jaxpr, "consts", ())]
 
         def literal(atom: Any) -> int:
-            return self._constant(np.asarray(atom.val, atom.aval.dtype))
+            return self._constant(atom)
 
         def run(eqn: Equation, operands: list[int]) -> Sequence[int]:
             return self._equation(eqn, operands, around)
@@ -191,27 +190,11 @@ def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, Node]:
     The programs are nearly the same. Where they are not, because the code looks at the size of an axis, these
     are the longest runs of nodes that both have.
     """
-    same = _longest([_key(node) for node in mesh], [_key(node) for node in single])
+    same = aligned([_key(node) for node in mesh], [_key(node) for node in single])
     if 2 * len(same) < min(len(mesh), len(single)):
         # The other program was written in other lines.
-        same = _longest([_kind(node) for node in mesh], [_kind(node) for node in single])
+        same = aligned([_kind(node) for node in mesh], [_kind(node) for node in single])
     return {mesh[a]: single[b] for a, b in sorted(same.items())}
-
-
-def _longest(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, int]:
-    """The numbers of equal keys, in order."""
-    # Most keys are equal, and what `difflib` looks at takes a time that grows with its square.
-    shortest = min(len(left), len(right))
-    start = next((i for i in range(shortest) if left[i] != right[i]), shortest)
-    rest = shortest - start
-    end = next((k for k in range(rest) if left[-1 - k] != right[-1 - k]), rest)
-    same = {i: i for i in range(start)}
-    same |= {len(left) - k: len(right) - k for k in range(1, end + 1)}
-    middle = [keys[start : len(keys) - end] for keys in (left, right)]
-    matcher = difflib.SequenceMatcher(None, middle[0], middle[1], autojunk=False)
-    for a, b, size in matcher.get_matching_blocks():
-        same |= {start + a + k: start + b + k for k in range(size)}
-    return same
 
 
 def _key(node: Node) -> Hashable:

@@ -23,7 +23,7 @@ from .._program._trace import (
     is_array_or_type,
     name_of,
     on_one_device,
-    trace,
+    trace_exactly,
     weighted_gradient,
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
@@ -159,7 +159,7 @@ def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True)
     """Where two calls differ in double precision, or else in the dtypes of the program."""
     arrays = jax.tree.map(lambda x: jnp.asarray(x) if is_numpy(x) else x, call)
     leaves, treedef = tree_util.tree_flatten(arrays)
-    traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
+    traces = [trace_exactly(fun, treedef, leaves) for fun in (mapped, reference)]
     on_mesh, on_device = (traced.paths for traced in traces)
     if len(on_mesh) != len(on_device):
         only = [path for path in on_mesh if path not in on_device]
@@ -173,7 +173,10 @@ def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True)
         runs.append((False, jax.tree.map(on_one_device, arrays)))
     for wide, values in runs:
         inputs = [in_numpy(x) for x in jax.tree.leaves(values) if is_array_or_type(x)]
-        mesh, single = (Evaluator(graph_of(traced.closed, MappedAxes()), wide) for traced in traces)
+        mesh, single = (
+            Evaluator(graph_of(traced.closed, MappedAxes()), wide, traced.exact)
+            for traced in traces
+        )
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
             comparison = compare((mesh, single), MappedAxes(), (inputs, inputs))
             if not all(comparison.right):

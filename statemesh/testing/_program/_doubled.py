@@ -11,7 +11,8 @@ import numpy as np
 
 from .._caches import Recent
 from .._types import AnyLeaf, Fun, Numbers, PyTree
-from ._jaxprs import Equation, Sources, forwarded, rounded_literals, sources_of
+from ._jaxprs import Equation, Sources, forwarded, sources_of
+from ._literals import rounded_literals
 from ._noise import Noisy, Promoted
 from ._numbers import is_inexact, numbers, promoted
 from ._replay import BrokenPromise, Replay
@@ -106,7 +107,7 @@ class Doubled:
             k for k, x in enumerate(jax.tree.leaves(traced.form)) if is_array_or_type(x)
         ]
         self._replay = Replay(name, jaxpr)
-        self._replay.arithmetic = arithmetic = Promoted()
+        self._replay.arithmetic = arithmetic = Promoted(traced.exact)
         self.own_dtype, self.loops = arithmetic.own_dtype, self._replay.loops
         self._exact = jax.jit(self._replay, compiler_options=compile_fast())
         self._noisy: Recent[Fun] = Recent()
@@ -115,7 +116,7 @@ class Doubled:
 
     def _with_noise(self, rounded: frozenset[tuple[str, float]]) -> Fun:
         def run(noise: Any, *arrays: Any) -> Any:
-            return self._replay(*arrays, arithmetic=Noisy(noise, rounded))
+            return self._replay(*arrays, arithmetic=Noisy(noise, rounded, self.trace.exact))
 
         return jax.jit(run, compiler_options=compile_fast())
 
@@ -137,7 +138,7 @@ class Doubled:
 
     @cached_property
     def literals(self) -> frozenset[tuple[str, float]]:
-        return rounded_literals(self.trace.closed)
+        return rounded_literals(self.trace.closed, self.trace.exact)
 
     @cached_property
     def _flow(self) -> tuple[list[Sources], Sources]:

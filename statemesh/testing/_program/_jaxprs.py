@@ -1,5 +1,6 @@
 """What the replay asks of jaxprs. The one file of `testing` that knows `jax.extend`."""
 
+import difflib
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
@@ -171,23 +172,27 @@ def draws(jaxpr: Jaxpr) -> bool:
     return any(map(is_draw, all_equations(opened(jaxpr))))
 
 
-def rounded_literals(jaxpr: Jaxpr) -> frozenset[tuple[str, float]]:
-    """The dtypes and values of the literals that may be rounded: they need more than half of the digits."""
-    literals = set()
-    for eqn in all_equations(opened(jaxpr)):
-        for atom in eqn.invars:
-            aval: Any = atom.aval
-            if is_literal(atom) and aval.dtype.kind not in "biuc" and np.isfinite(float(atom.val)):
-                value = float(np.asarray(atom.val, aval.dtype))
-                if not _is_short(value, aval.dtype):
-                    literals.add((str(aval.dtype), value))
-    return frozenset(literals)
-
-
-def _is_short(value: float, dtype: Any) -> bool:
+def is_short(value: float, dtype: Any) -> bool:
+    """Whether a number needs no more than half of the digits of a dtype."""
     digits = int(jnp.finfo(dtype).nmant) // 2  # type: ignore[no-untyped-call]
     mantissa, _ = math.frexp(value)
     return (mantissa * 2.0 ** (digits + 1)).is_integer()
+
+
+def aligned(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, int]:
+    """The numbers of equal keys, in order: the longest runs that two sequences have in common."""
+    # Most keys are equal, and what `difflib` looks at takes a time that grows with its square.
+    shortest = min(len(left), len(right))
+    start = next((i for i in range(shortest) if left[i] != right[i]), shortest)
+    rest = shortest - start
+    end = next((k for k in range(rest) if left[-1 - k] != right[-1 - k]), rest)
+    same = {i: i for i in range(start)}
+    same |= {len(left) - k: len(right) - k for k in range(1, end + 1)}
+    middle = [keys[start : len(keys) - end] for keys in (left, right)]
+    matcher = difflib.SequenceMatcher(None, middle[0], middle[1], autojunk=False)
+    for a, b, size in matcher.get_matching_blocks():
+        same |= {start + a + k: start + b + k for k in range(size)}
+    return same
 
 
 def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:

@@ -25,6 +25,7 @@ import numpy as np
 
 from .._types import AnyLeaf
 from ._jaxprs import Equation, nested_equations
+from ._literals import Exact
 from ._numbers import is_inexact, promoted, roundoff
 
 
@@ -55,9 +56,10 @@ class OwnDtypes:
         """An input or a constant of the program, as the replay holds it."""
         return x
 
-    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
-        """A literal of the program and its dtype, as the replay holds it."""
-        return np.asarray(x, dtype)
+    def literal(self, atom: Any) -> AnyLeaf:
+        """A literal of the program, as the replay holds it."""
+        # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
+        return np.asarray(atom.val, dtype_of(atom))
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         """The results, on one shard, of an equation that is no collective and runs no other equations."""
@@ -80,23 +82,35 @@ class Promoted(OwnDtypes):
 
     An operation that cannot run in double precision runs in its own dtype.
 
+    **Arguments:**
+
+    - `exact`: the numbers that literals stand for.
+
     **Attributes:**
 
     - `own_dtype`: the operations on floats that run in their own dtype, by their names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exact: Exact) -> None:
+        self.exact = exact
         self.own_dtype: set[str] = set()
 
     def value(self, x: AnyLeaf) -> AnyLeaf:
         wide = promoted(x.dtype)
         return x if wide == x.dtype else jnp.asarray(x, wide)
 
-    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
-        return self.value(np.asarray(x, dtype))
+    def literal(self, atom: Any) -> AnyLeaf:
+        known = self.exact.of(atom)
+        return self.value(super().literal(atom)) if known is None else known
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         name = eqn.primitive.name
+        if id(eqn) in self.exact.compared:
+            # What is compared may be what the dtype makes of the same number: a mark in data, or a limit that
+            # is an argument.
+            limits = jnp.finfo(dtype_of(eqn.invars[0]))  # type: ignore[no-untyped-call]
+            bits = {"exponent_bits": limits.nexp, "mantissa_bits": limits.nmant}
+            xs = [jax.lax.reduce_precision(x, **bits) for x in xs]
         if name == "reduce_precision":
             return list(xs)
         if name == "convert_element_type" and is_inexact(eqn.params["new_dtype"]):
@@ -220,11 +234,13 @@ class Noisy(Promoted):
     - `noise`: an array of three numbers: whether each result is off by the roundoff of double precision;
         whether it is off by that of its own dtype; and the number that the random numbers come from.
     - `rounded`: literals that were rounded when the program was traced, by dtype and value: the program that
-        it is compared with has others, such as the parts that each of several shards has in a mean.
+        it is compared with has others, such as the parts that each of several shards has in a mean. Those
+        that are known exactly were rounded to double precision.
+    - `exact`: the numbers that literals stand for.
     """
 
-    def __init__(self, noise: Any, rounded: Collection[tuple[str, float]]) -> None:
-        super().__init__()
+    def __init__(self, noise: Any, rounded: Collection[tuple[str, float]], exact: Exact) -> None:
+        super().__init__(exact)
         self.rounded = rounded
         # What all operations use is computed once. XLA would merge the copies, but slowly.
         self.noisy = (noise[0] + noise[1] > 0).astype(np.float64)
@@ -233,14 +249,17 @@ class Noisy(Promoted):
         self.units = {unit: self._in_this_run(unit) for unit in map(roundoff, _FLOATS)}
         self.seed = noise[2].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
-    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
-        wide = super().literal(x, dtype)
-        if (
-            not is_inexact(dtype)
-            or (str(dtype), float(np.real(np.asarray(x, dtype)))) not in self.rounded
-        ):
+    def literal(self, atom: Any) -> AnyLeaf:
+        own = OwnDtypes.literal(self, atom)
+        known = self.exact.of(atom)
+        x = own if known is None else known
+        wide = self.value(x)
+        if is_inexact(x.dtype) and (str(x.dtype), float(np.real(x))) in self.rounded:
+            wide = self._off(wide, roundoff(x.dtype), "literal")
+        if known is None:
             return wide
-        return self._off(wide, roundoff(dtype), "literal")
+        # The dtype of the program makes the same of it in every run.
+        return jnp.where(self.in_own_dtypes, self.value(own), wide)
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         run = super().bind

@@ -140,8 +140,7 @@ class Replay:
 
     def _run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         def literal(atom: Any) -> Stacked:
-            # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
-            return Stacked(self.arithmetic.literal(atom.val, atom.aval.dtype))
+            return Stacked(self.arithmetic.literal(atom))
 
         def run(eqn: Equation, values: list[Stacked]) -> list[Stacked]:
             return self._equation(eqn, values, frame)

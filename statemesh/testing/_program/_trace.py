@@ -1,6 +1,7 @@
 """The traced program of a call, the tree of its results, and arrays as a program on one device takes them."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +16,8 @@ import statemesh as sm
 from .._caches import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
 from ._jaxprs import Jaxpr
-from ._numbers import is_key
+from ._literals import Exact, exact_literals, has_rounded
+from ._numbers import is_key, promoted
 
 
 # A function that puts an array somewhere else.
@@ -75,12 +77,14 @@ class Trace:
     - `types`: the tree of the results, with the type of each array in its place.
     - `statics`: the leaves of the results that are no arrays.
     - `paths`: the path of each array of the results, as the user would type it.
+    - `exact`: what the literals of the program stand for, where that is asked for.
     """
 
     closed: Jaxpr
     types: PyTree
     statics: PyTree
     paths: list[str]
+    exact: Exact = dataclasses.field(default_factory=Exact)
 
     def results(self, arrays: Sequence[AnyLeaf]) -> PyTree:
         """The results with these arrays."""
@@ -147,3 +151,32 @@ def trace(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:
     flat, _ = tree_util.tree_flatten_with_path(types)
     paths = [f"{name_of(mapped)}(...){jax.tree_util.keystr(path)}" for path, _ in flat]
     return Trace(closed, types, rest(), paths)
+
+
+def trace_exactly(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:
+    """Trace a call, and find what its literals stand for.
+
+    **Arguments:** those of `trace`.
+    """
+    traced = trace(mapped, treedef, leaves)
+    if not has_rounded(traced.closed):
+        return traced
+    for integers in (np.int64, np.int32):
+        wide = [_wide_type(x, integers) for x in leaves]
+        try:
+            with warnings.catch_warnings(), jax.enable_x64(True):
+                warnings.simplefilter("ignore")  # They were given for the program itself.
+                closed = trace(mapped, treedef, wide).closed
+        except Exception:  # Of other dtypes than those that it names, a function may say anything.
+            continue
+        return dataclasses.replace(traced, exact=exact_literals(traced.closed, closed))
+    return traced
+
+
+def _wide_type(x: AnyLeaf, integers: Any) -> AnyLeaf:
+    """The type of an array in double precision. Integers are `integers` where they are as JAX makes them."""
+    if not is_array_or_type(x):
+        return x
+    kind = type_of(x)
+    dtype = integers if kind.dtype == np.int32 else promoted(kind.dtype)
+    return jax.ShapeDtypeStruct(kind.shape, dtype, weak_type=kind.weak_type)
