@@ -150,6 +150,17 @@ def test_a_result_of_which_nothing_is_judged_is_named() -> None:
     assert len(caught) == 1
 
 
+def test_a_result_that_only_leaves_its_range_with_other_values_is_named() -> None:
+    def chaotic(x: Any) -> Any:
+        z = lax.fori_loop(0, 200, lambda _, z: 3.9 * z * (1 - z), x - 4.5)
+        return z / lax.axis_size("x")
+
+    # Generic values are not between 4.5 and 5.5: from these the map goes to minus infinity.
+    x = np.linspace(4.6, 5.4, 8, dtype=np.float32)
+    with pytest.warns(UntestedWarning, match=r"chaotic\(\.\.\.\): none of its numbers"):
+        assert check(chaotic, x, out_specs=P("x")).unjudged == {"chaotic(...)": 8}
+
+
 @pytest.mark.slow
 def test_a_verdict_does_not_depend_on_checks_before() -> None:
     tenth: Any = lambda x: x / 10
