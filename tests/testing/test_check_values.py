@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh.testing import UntestedWarning
+from statemesh.testing import UntestedWarning, assert_equivalent
 from statemesh.testing._program._noise import Noisy
 from tests.helpers import slow
 
@@ -325,6 +325,70 @@ def test_a_shard_that_does_not_hear_of_nan_elsewhere_is_found() -> None:
 
     text = assert_accused({"mistaken"}, skips_updates, X, out_specs=P("x"))
     assert "On mesh x=2 with one NaN" in text
+
+
+def test_a_norm_of_a_shard_is_found_where_data_is_large() -> None:
+    """The norm is never reached by the values that are given."""
+
+    def clipped(x: Any) -> Any:
+        squares = jnp.square(x).sum()
+        return {
+            "right": x * jnp.minimum(1, 100 / jnp.sqrt(lax.psum(squares, "x"))),
+            "mistaken": x * jnp.minimum(1, 100 / jnp.sqrt(squares)),
+        }
+
+    text = assert_accused({"mistaken"}, clipped, X, out_specs=P("x"))
+    assert "On mesh x=2 with large values" in text
+
+
+def left_out(x: Any) -> Any:
+    """The mean over the shards that have a finite sum."""
+    total = x.sum()
+    finite = jnp.isfinite(total)
+    count = lax.psum(finite.astype(x.dtype), "x") / lax.axis_size("x")
+    return lax.psum(jnp.where(finite, total, 0), "x") / count
+
+
+def test_nan_goes_into_split_arguments_only() -> None:
+    """In parameters it would spread to all results, on one device as on the mesh."""
+
+    def step(w: Any, x: Any) -> Any:
+        y = x * w
+        here = jnp.isfinite(y).all()
+        return {"right": y, "mistaken": jnp.where(here, y, 0)}
+
+    w = np.ones(2, np.float32)
+    options: Any = {"in_specs": (P(), P("x")), "out_specs": P("x")}
+    text = assert_accused({"mistaken"}, step, w, X, **options)
+    assert "On mesh x=2 with one NaN" in text
+    # A function that is mapped already has its specs in its program.
+    mapped = sm.shard_map(step, jax.make_mesh((2,), ("x",)), **options)
+    with pytest.raises(AssertionError, match="with one NaN"):
+        assert_equivalent(mapped, (w, X), meshes=[{"x": 2}], gradients=False)
+    whole = check(lambda w: w + 1, w, in_specs=P())
+    assert "on mesh x=2 with one NaN" not in whole.agreed
+
+
+def test_a_number_on_the_mesh_for_nan_on_one_device_is_found() -> None:
+    text = report(left_out, X)
+    assert "On mesh x=2 with one NaN" in text and "should be nan" in text
+
+
+def test_a_part_that_is_skipped_and_not_multiplied_by_zero_accuses_nobody() -> None:
+    """What comes later is hidden from each row: on one device by a product with zero, which hands NaN on."""
+
+    def sums_so_far(x: Any) -> Any:
+        size, here, row = lax.axis_size("x"), lax.axis_index("x"), jnp.arange(len(x))
+        total, others = 0 * x, x
+        for k in range(size):
+            source = (here - k) % size
+            seen = (source - here) * len(x) + row <= row[:, None]
+            new: Any = lambda seen=seen, others=others: seen.astype(x.dtype) @ others
+            total += lax.cond(source <= here, new, lambda: 0 * x)
+            others = lax.ppermute(others, "x", [(i, (i + 1) % size) for i in range(size)])
+        return total
+
+    check(sums_so_far, X, out_specs=P("x"), check_vma=False)
 
 
 @pytest.mark.slow

@@ -47,25 +47,45 @@ def large(args: PyTree, kept: Collection[str]) -> PyTree:
     return _changed(generic(args, kept), kept, make, in_states=False)
 
 
-def one_nan(args: PyTree, kept: Collection[str]) -> PyTree:
-    """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has."""
+def one_nan(args: PyTree, kept: Collection[str], split: Collection[int]) -> PyTree | None:
+    """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has.
+
+    **Arguments:**
+
+    - `split`: the numbers of the leaves of which a shard gets a part. The others, which are mostly parameters,
+        would hand the NaN on to all shards and to all results.
+
+    **Returns:** the arguments; `None` if there are no such arrays.
+    """
+    changed = []
 
     def make(_: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
         if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
             return x
         value = np.array(x)
         value[tuple(size - 1 for size in x.shape)] = np.nan
-        return jnp.asarray(value)
+        changed.append(jnp.asarray(value))
+        return changed[-1]
 
-    return _changed(generic(args, kept), kept, make, in_states=False)
+    with_nan = _changed(generic(args, kept), kept, make, in_states=False, only=split)
+    return with_nan if changed else None
 
 
-def _changed(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
+def _changed(
+    args: PyTree,
+    kept: Collection[str],
+    make: Make,
+    *,
+    in_states: bool,
+    only: Collection[int] | None = None,
+) -> PyTree:
     random = np.random.default_rng(1)
     flat, treedef = tree_util.tree_flatten_with_path(args)
     leaves = []
-    for (keys, x), owner in zip(flat, owners(args, sm.is_state), strict=True):
+    each = zip(flat, owners(args, sm.is_state), strict=True)
+    for number, ((keys, x), owner) in enumerate(each):
         is_kept = any(is_within(path_of(keys), path) for path in kept)
+        is_kept |= only is not None and number not in only
         is_kept |= sm.is_state(owner) and not in_states
         leaves.append(x if is_kept or not eqx.is_array(x) or is_key(x) else make(random, x))
     return treedef.unflatten(leaves)
