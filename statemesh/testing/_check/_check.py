@@ -85,9 +85,11 @@ class Calls:
 
     - `label`: on what mesh, and with what values, in words.
     - `args`, `steps`: the arguments of the first call, and the number of calls.
-    - `counts`, `counts_on_devices`: which mismatches are mistakes, in the replay and on devices; `None` for all.
+    - `counts`, `counts_on_devices`: which mismatches are mistakes, in the replay and on devices; `None` for
+        all.
     - `on_devices`: whether they are made on devices too.
-    - `extreme`: whether the values are so extreme that what agrees may be a limit, such as a saturated sigmoid.
+    - `extreme`: whether the values are so large that what agrees may be a limit, such as a saturated sigmoid,
+        or not finite.
     """
 
     subject: Subject

@@ -52,8 +52,8 @@ def one_nan(args: PyTree, kept: Collection[str], split: Collection[int]) -> PyTr
 
     **Arguments:**
 
-    - `split`: the numbers of the leaves of which a shard gets a part. The others, which are mostly parameters,
-        would hand the NaN on to all shards and to all results.
+    - `split`: the numbers of the leaves of which a shard gets a part. The others, mostly parameters, would hand
+        the NaN on to all shards and to all results.
 
     **Returns:** the arguments; `None` if there are no such arrays.
     """
