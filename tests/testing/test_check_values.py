@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import UntestedWarning, assert_equivalent
+from statemesh.testing._program._counters import counters
 from statemesh.testing._program._noise import Noisy
 from tests.helpers import slow
 
@@ -302,6 +304,74 @@ def test_arguments_that_must_keep_their_values_can_be_named() -> None:
     check(sum_if_alike, np.ones(2, np.float32), X, in_specs=specs, keep=["args[0]"])
 
 
+# Later calls
+
+
+@pytest.mark.parametrize("at", [4, 9, 99])
+def test_a_mistake_that_sets_in_late_is_found(at: int) -> None:
+    """By a counter in a State, and by one that no call returns."""
+
+    def step(count: sm.State, x: Any) -> Any:
+        return x * jnp.where(count.value == at, on_one(1, 2), 1), count.set(count.value + 1)
+
+    def counted(count: Any, x: Any) -> Any:
+        return step(sm.State(count), x)[0]
+
+    options: Any = {"in_specs": (None, P("x")), "out_specs": (P("x"), None), "steps": 2}
+    text = report(step, sm.State(0), X, **options)
+    assert f"On mesh x=2 with generic values and counters at {at}" in text
+    assert "counters" not in "".join(check(step, sm.State(0), X, **options, keep="args[0]").agreed)
+    options = {"in_specs": (P(), P("x")), "out_specs": P("x")}
+    assert f"counters at {at}" in report(counted, np.int32(0), X, **options)
+
+
+def test_the_next_batch_is_another_one() -> None:
+    """Where each call has the same batch, what the call before made of its batch is right."""
+
+    def centred(last: Any, x: Any) -> Any:
+        mean = lax.pmean(x.mean(0), "x")
+        used = on_one(mean, jnp.where(last["known"].value, last["mean"].value, mean))
+        return x - used, {"mean": last["mean"].set(mean), "known": last["known"].set(True)}
+
+    last = {"mean": sm.State(jnp.zeros(2)), "known": sm.State(False)}
+    options: Any = {"in_specs": (None, P("x")), "out_specs": (P("x"), None), "steps": None}
+    assert "with generic values and the next batch" in report(centred, last, X, **options)
+
+
+# Uses of an integer `n`, and whether any other one suits them.
+USES: list[tuple[bool, Any]] = [
+    *((True, lambda n, x: x * (n > 3)), (True, lambda n, x: x * (n % 10 == 9))),
+    *((True, lambda n, x: x * 0.9 ** (n + 1)), (True, lambda n, x: x * jnp.cos(n / 100))),
+    (True, lambda n, x: x + jax.random.normal(jax.random.fold_in(jax.random.key(0), n), x.shape)),
+    (True, lambda n, x: lax.cond(n > 3, lambda: x, lambda: -x)),
+    (True, lambda n, x: lax.switch(n // 2, [lambda: x, lambda: -x])),
+    (True, lambda n, x: jax.jit(lambda m: x * (m > 3))(n + 1)),
+    (True, lambda n, x: jax.vmap(lambda row: row * (lax.pmax(n, "x") > 3))(x)),
+    # An index, a position, a part of a shard
+    *(
+        (False, lambda n, x: x + x[n]),
+        (False, lambda n, x: x + lax.dynamic_slice(x, (n, 0), (1, 2))),
+    ),
+    *((False, lambda n, x: x.at[n].set(0)), (False, lambda n, x: x * (jnp.arange(4) < n)[:, None])),
+    (False, lambda n, x: x * (n // 4 == lax.axis_index("x"))),
+    # Rounds of a loop, other numbers
+    (False, lambda n, x: lax.fori_loop(0, n, lambda _, x: x / 2, x)),
+    (False, lambda n, x: x * (n < x.astype(int))),
+    (False, lambda n, x: x * lax.cond(x[0, 0] > 0, lambda: n, lambda: x[0, 1].astype(int))),
+    # Nothing depends on it.
+    *((False, lambda n, x: x), (False, lambda n, x: (x, n + 1)[0])),
+]
+
+
+def test_which_integers_count() -> None:
+    mesh = AbstractMesh((2,), ("x",))
+    for counts, use in USES:
+        mapped = sm.shard_map(use, mesh, (P(), P("x")), P("x"), check_vma=False)
+        closed = jax.make_jaxpr(mapped)(np.int32(0), X)
+        assert counters(closed) == ({0} if counts else set()), closed
+
+
+# Large values, and NaN on one shard
 # Large values, and NaN on one shard
 
 

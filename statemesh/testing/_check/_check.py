@@ -186,6 +186,9 @@ class Check:
         usual = self._with("generic values", values.generic(subject.args, subject.keep))
         for calls in usual:
             self._compared(calls)
+        if not self.failed:
+            for calls in usual:
+                self._later(calls)
         large = values.large(subject.args, subject.keep)
         # What a narrow dtype makes of large values is mostly rounding.
         overflow: Counts = lambda mismatch: mismatch.is_overflow
@@ -199,6 +202,21 @@ class Check:
         for calls, without in zip(extreme, usual, strict=True):
             counts = functools.partial(_is_of_nan, without)
             self._compared(dataclasses.replace(calls, counts=counts))
+
+    def _later(self, calls: Calls) -> None:
+        """Compare what follows a call with generic values: with another batch, and counters further on."""
+        subject, args, is_fed = self.subject, calls.args, self.subject.in_a_row > 1
+        if is_fed:
+            args = subject.feed(args, values.as_arrays(narrowed(calls.right.exact[0].results)))
+        fed_back, counters = dict(subject.feed_back.numbers), subject.call.counters
+        counts = values.COUNTS if counters else values.COUNTS[:1] if is_fed else ()
+        for count in counts:
+            new = values.later(args, subject.keep, fed_back, counters, count)
+            what = f"counters at {count}" if counters else "the next batch"
+            label = f"{calls.label} and {what}"
+            self._compared(dataclasses.replace(calls, label=label, args=new, on_devices=False))
+            if self.failed:
+                return
 
     def _with(self, what: str, args: Args, **options: Any) -> list[Calls]:
         """A call on each mesh with other values."""

@@ -18,6 +18,10 @@ from ._feedback import is_within, owners, path_of
 # Makes another array of the same shape and dtype.
 Make = Callable[[np.random.Generator, AnyLeaf], AnyLeaf]
 
+# What counters have counted in later calls: steps at which a warmup, a schedule or an interval may do what it
+# does not do in the first three calls.
+COUNTS = (4, 9, 99)
+
 # Near the largest number of float16. What float32 computes from it does not overflow.
 _LARGE = 3e4
 
@@ -33,6 +37,27 @@ def generic(args: PyTree, kept: Collection[str]) -> PyTree:
     - `kept`: the paths of arguments, or of parts of them, that keep their values.
     """
     return _changed(args, kept, _generic, in_states=True)
+
+
+def later(
+    args: PyTree,
+    kept: Collection[str],
+    fed_back: Collection[int],
+    counters: Collection[int],
+    count: int,
+) -> PyTree:
+    """The arguments of a later call, which has another batch.
+
+    **Arguments:**
+
+    - `args`: those of a call before, or what it returned where that is fed back.
+    - `fed_back`: the numbers of the leaves that are fed back. What else is in no State is drawn anew.
+    - `counters`, `count`: the numbers of the leaves that count, and what they have counted.
+    """
+    others = set(range(len(jax.tree.leaves(args)))).difference(fed_back)
+    new = _changed(args, kept, _generic, in_states=False, only=others, seed=count)
+    counted: Make = lambda _, x: jnp.asarray(count, x.dtype)
+    return _changed(new, kept, counted, in_states=True, only=counters)
 
 
 def large(args: PyTree, kept: Collection[str]) -> PyTree:
@@ -52,8 +77,8 @@ def one_nan(args: PyTree, kept: Collection[str], split: Collection[int]) -> PyTr
 
     **Arguments:**
 
-    - `split`: the numbers of the leaves of which a shard gets a part. The others, mostly parameters, would hand
-        the NaN on to all shards and to all results.
+    - `split`: the numbers of the leaves of which a shard gets a part. The others, mostly parameters, would
+        hand the NaN on to all shards and to all results.
 
     **Returns:** the arguments; `None` if there are no such arrays.
     """
@@ -78,8 +103,9 @@ def _changed(
     *,
     in_states: bool,
     only: Collection[int] | None = None,
+    seed: int = 1,
 ) -> PyTree:
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(seed)
     flat, treedef = tree_util.tree_flatten_with_path(args)
     leaves = []
     each = zip(flat, owners(args, sm.is_state), strict=True)
