@@ -208,7 +208,8 @@ class Check:
         subject, args, is_fed = self.subject, calls.args, self.subject.in_a_row > 1
         if is_fed:
             args = subject.feed(args, values.as_arrays(narrowed(calls.right.exact[0].results)))
-        fed_back, counters = dict(subject.feed_back.numbers), subject.call.counters
+        counters = subject.call.counters & values.free(args, subject.keep)
+        fed_back = dict(subject.feed_back.numbers)
         counts = values.COUNTS if counters else values.COUNTS[:1] if is_fed else ()
         for count in counts:
             new = values.later(args, subject.keep, fed_back, counters, count)

@@ -106,15 +106,20 @@ def _changed(
     seed: int = 1,
 ) -> PyTree:
     random = np.random.default_rng(seed)
-    flat, treedef = tree_util.tree_flatten_with_path(args)
-    leaves = []
-    each = zip(flat, owners(args, sm.is_state), strict=True)
-    for number, ((keys, x), owner) in enumerate(each):
-        is_kept = any(is_within(path_of(keys), path) for path in kept)
-        is_kept |= only is not None and number not in only
-        is_kept |= sm.is_state(owner) and not in_states
-        leaves.append(x if is_kept or not eqx.is_array(x) or is_key(x) else make(random, x))
+    leaves, treedef = tree_util.tree_flatten(args)
+    may_change = free(args, kept).intersection(range(len(leaves)) if only is None else only)
+    for number, (x, owner) in enumerate(zip(leaves, owners(args, sm.is_state), strict=True)):
+        is_kept = number not in may_change or (sm.is_state(owner) and not in_states)
+        if not is_kept and eqx.is_array(x) and not is_key(x):
+            leaves[number] = make(random, x)
     return treedef.unflatten(leaves)
+
+
+def free(args: PyTree, kept: Collection[str]) -> set[int]:
+    """The numbers of the leaves that need not keep their values."""
+    paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(args)[0]]
+    is_kept = [any(is_within(path, outer) for outer in kept) for path in paths]
+    return {number for number, keeps in enumerate(is_kept) if not keeps}
 
 
 def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
