@@ -1,5 +1,6 @@
 """Mistakes behind counts, positions, ranks and masks are found: whole numbers have no rounding."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_a_result_that_only_leaves_its_range_with_other_values_is_named() -> Non
     x = np.linspace(4.6, 5.4, 8, dtype=np.float32)
     with pytest.warns(UntestedWarning, match=r"chaotic\(\.\.\.\): none of its numbers"):
         assert check(chaotic, x, out_specs=P("x")).unjudged == {"chaotic(...)": 8}
+
+
+def test_a_count_of_the_host_is_named() -> None:
+    """It is another one in each run, so that nothing is known of it."""
+    runs = itertools.count()
+
+    def counted(x: Any) -> Any:
+        return jax.pure_callback(lambda: np.full(6, next(runs), np.int32), jax.typeof(whole))
+
+    whole = jnp.zeros(6, jnp.int32)
+    with pytest.warns(UntestedWarning, match=r"counted\(\.\.\.\): none of its numbers"):
+        assert check(counted, X, check_vma=False).unjudged == {"counted(...)": 6}
 
 
 @pytest.mark.slow
