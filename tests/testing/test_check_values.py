@@ -347,6 +347,9 @@ USES: list[tuple[bool, Any]] = [
     (True, lambda n, x: lax.switch(n // 2, [lambda: x, lambda: -x])),
     (True, lambda n, x: jax.jit(lambda m: x * (m > 3))(n + 1)),
     (True, lambda n, x: jax.vmap(lambda row: row * (lax.pmax(n, "x") > 3))(x)),
+    (True, lambda n, x: x * (n + jnp.where(n > 2, 2, 1))),
+    (True, lambda n, x: x * (jnp.where(x.sum() > 0, n + 1, 0) > 3)),
+    (True, lambda n, x: x * jnp.where(n > 3, x.astype(int), 1)),
     # An index, a position, a part of a shard
     *(
         (False, lambda n, x: x + x[n]),
@@ -354,6 +357,7 @@ USES: list[tuple[bool, Any]] = [
     ),
     *((False, lambda n, x: x.at[n].set(0)), (False, lambda n, x: x * (jnp.arange(4) < n)[:, None])),
     (False, lambda n, x: x * (n // 4 == lax.axis_index("x"))),
+    (False, lambda n, x: x * (n < jnp.where(lax.axis_index("x") == 0, 4, 8))),
     # Rounds of a loop, other numbers
     (False, lambda n, x: lax.fori_loop(0, n, lambda _, x: x / 2, x)),
     (False, lambda n, x: x * (n < x.astype(int))),

@@ -19,8 +19,8 @@ from ._jaxprs import (
 )
 
 
-# Of an integer the arguments that it is computed from, with nothing but literals. `None` for what is computed
-# from anything else, and for what is no integer.
+# Of an integer or a boolean the arguments that it is computed from, with nothing but literals. `None` for
+# what is computed from anything else, and for what is neither.
 Image: TypeAlias = Sources | None
 
 _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
@@ -50,24 +50,33 @@ def counters(jaxpr: Jaxpr) -> Sources:
             used.update(images[0] or NONE)
             each = zip(*(flow(jaxpr, images[1:]) for jaxpr in inner), strict=True)
             return [None if None in some else NONE.union(*some) for some in each]
-        met = NONE.union(*(image for image in images if image))
-        if not met:
-            # An index of a shard, or a range of positions, has no operands.
-            is_literal = bool(images) and None not in images and not inner
-            return [NONE if is_literal else None] * count
-        pairs = zip(eqn.invars, images, strict=True)
-        others = any(image is None and _is_integer(atom.aval) for atom, image in pairs)
-        if others or inner or name.startswith(_INDEXED):
+        if not images or (inner and not any(images)):
+            # The index of a shard and a range of positions have no operands.
+            return [None] * count
+        integers = [
+            image for atom, image in zip(eqn.invars, images, strict=True) if _is_integer(atom.aval)
+        ]
+        met = NONE.union(*(image for image in integers if image))
+        if met and (None in integers or inner or name.startswith(_INDEXED)):
             fitting.update(met)
             return [None] * count
         whole = [_is_integer(atom.aval) for atom in eqn.outvars]
         used.update(met if name in _ROUNDING or not all(whole) else NONE)
-        return [met if is_whole else None for is_whole in whole]
+        # What data choose among images of counters is one of these.
+        is_choice = name == "select_n" and bool(met)
+        if None in integers or (None in images and not is_choice):
+            return [None] * count
+        from_these = NONE.union(*(image for image in images if image))
+        return [from_these if _is_whole(atom.aval) else None for atom in eqn.outvars]
 
     jaxpr = opened(jaxpr)
     single = [not x.aval.shape and _is_integer(x.aval) for x in jaxpr.invars]
     flow(jaxpr, [frozenset([k]) if is_one else None for k, is_one in enumerate(single)])
     return frozenset(used - fitting)
+
+
+def _is_whole(aval: Any) -> bool:
+    return aval.dtype == bool or _is_integer(aval)
 
 
 def _is_integer(aval: Any) -> bool:
