@@ -466,6 +466,16 @@ def test_a_part_that_is_skipped_and_not_multiplied_by_zero_accuses_nobody() -> N
 
 
 @pytest.mark.slow
+def test_the_derivative_of_a_maximum_with_nan_accuses_nobody() -> None:
+    def largest(high: sm.State, x: Any) -> Any:
+        return x, high.set(jnp.maximum(high.value, x.max(0)))
+
+    high = sm.State(jnp.full(2, -0.5), reduce="max")
+    options: Any = {"in_specs": (None, P("x")), "out_specs": (P("x"), None)}
+    check(largest, high, X, **options, gradients=True)
+
+
+@pytest.mark.slow
 def test_nan_that_pmax_passes_over_accuses_nobody() -> None:
     """Devices of some kinds pass over NaN in `jax.lax.pmax`."""
 

@@ -183,15 +183,19 @@ class Check:
         if results:
             self._inside_jit(calls)
             self._moved(calls, before, results)
+        self._with_other_values()
+
+    def _with_other_values(self) -> None:
+        """Compare calls with generic values, with what follows these, with large ones, and with NaN."""
+        subject = self.subject
         usual = self._with("generic values", values.generic(subject.args, subject.keep))
         for calls in usual:
             self._compared(calls)
-        if not self.failed:
-            for calls in usual:
-                self._later(calls)
-        large = values.large(subject.args, subject.keep)
+        for calls in usual:
+            self._later(calls)
         # What a narrow dtype makes of large values is mostly rounding.
         overflow: Counts = lambda mismatch: mismatch.is_overflow
+        large = values.large(subject.args, subject.keep)
         for calls in self._with("large values", large, counts_on_devices=overflow, extreme=True):
             self._compared(calls)
         with_nan = values.one_nan(subject.args, subject.keep, subject.call.split)
@@ -212,12 +216,12 @@ class Check:
         fed_back = dict(subject.feed_back.numbers)
         counts = values.COUNTS if counters else values.COUNTS[:1] if is_fed else ()
         for count in counts:
+            if self.failed:
+                return
             new = values.later(args, subject.keep, fed_back, counters, count)
             what = f"counters at {count}" if counters else "the next batch"
             label = f"{calls.label} and {what}"
             self._compared(dataclasses.replace(calls, label=label, args=new, on_devices=False))
-            if self.failed:
-                return
 
     def _with(self, what: str, args: Args, **options: Any) -> list[Calls]:
         """A call on each mesh with other values."""
@@ -388,7 +392,11 @@ def _is_of_nan(without: Calls, mismatch: Mismatch) -> bool:
     - `without`: the same call without the NaN. A number on the mesh that is the same without it may be NaN on
         one device: there a product with zero hands it on, where a shard had no such product to take.
     """
-    return mismatch.differs_from(without.right.exact[0].numbers[mismatch.leaf.number])
+    number = mismatch.leaf.number
+    # The derivative of a maximum is none where NaN is among the numbers: there it is NaN or not by chance.
+    is_gradient = number >= without.subject.count
+    others = mismatch.leaf.value if is_gradient else without.right.exact[0].numbers[number]
+    return mismatch.differs_from(others)
 
 
 # Where a failing call goes wrong
