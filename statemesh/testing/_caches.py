@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import os
+import sys
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -125,9 +127,10 @@ class _NoKey(Exception):
 def environment(*values: Any) -> Hashable | None:
     """A key that is equal in two calls only if functions compute the same from the same arguments.
 
-    It holds the code, the defaults, what is closed over, and the globals that the code names, and what these
-    hold in turn. Of modules of the standard library and of installed packages it is assumed that their
-    globals stay. Classes of the user's own count with their methods.
+    It holds the code, the defaults, what is closed over, and the globals and environment variables that the
+    code names, and what these hold in turn. Of modules of the standard library and of installed packages it
+    is assumed that their globals stay. Classes of the user's own count with their methods. It does not hold
+    what names that are made at run time lead to, what is in files, and what `functools.lru_cache` keeps.
 
     **Arguments:**
 
@@ -248,17 +251,34 @@ def _held_by_function(fun: types.FunctionType) -> Iterator[Any]:
     # Not its `__module__`, which `functools.wraps` copies from another function.
     if is_library_module(fun.__globals__.get("__name__")):
         return
-    names = _names(fun.__code__)
+    names, texts = _names(fun.__code__), _texts(fun.__code__)
+    if not _READ_BY_TEXT.isdisjoint(names):
+        names += texts
+    if not _OF_ENVIRONMENT.isdisjoint(names):
+        yield {text: os.environ.get(text) for text in texts}
+    package = fun.__globals__.get("__package__")
+    imported = {
+        name: sys.modules[path]
+        for name in names
+        for path in (name, f"{package}.{name}")
+        if path in sys.modules and name not in fun.__globals__
+    }
+    yield from _held_by_names(ChainMap(fun.__globals__, imported), names, set())
+
+
+def _held_by_names(
+    space: Mapping[str, Any], names: tuple[str, ...], met: set[types.ModuleType]
+) -> Iterator[Any]:
+    """What code takes by name from its globals, and from the modules in them."""
     for name in names:
-        if name not in fun.__globals__:
+        if name not in space:
             continue
-        value = fun.__globals__[name]
+        value = space[name]
         yield from (name, value)
-        if isinstance(value, types.ModuleType) and not is_library_module(value.__name__):
-            # What the code takes from a module has its name in the code, too.
-            for inner in names:
-                if inner in vars(value):
-                    yield from (inner, vars(value)[inner])
+        if isinstance(value, types.ModuleType) and value not in met:
+            met.add(value)
+            if not is_library_module(value.__name__):
+                yield from _held_by_names(vars(value), names, met)
 
 
 def _held_by_class(cls: type) -> Iterator[Any]:
@@ -274,8 +294,21 @@ def _held_by_class(cls: type) -> Iterator[Any]:
             yield from (name, value)
 
 
+# Functions to which the name of a global or an attribute is handed as a text, and names of the environment.
+_READ_BY_TEXT = frozenset(["getattr", "globals", "vars", "attrgetter", "import_module"])
+_OF_ENVIRONMENT = frozenset(["environ", "getenv"])
+
+
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """The names of globals and attributes in a function's code, and in the code of the functions in it."""
     inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return tuple(dict.fromkeys(itertools.chain(code.co_names, *inner)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _texts(code: types.CodeType) -> tuple[str, ...]:
+    """The texts in a function's code, and in the code of the functions in it, that can be names."""
+    inner = [_texts(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    own = [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
+    return tuple(dict.fromkeys(itertools.chain(own, *inner)))

@@ -1,5 +1,6 @@
 """Mistakes behind counts, positions, ranks and masks are found: whole numbers have no rounding."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,29 @@ def test_a_result_of_which_nothing_is_judged_is_named() -> None:
     with pytest.warns(UntestedWarning, match=r"chaotic\(\.\.\.\): none of its numbers") as caught:
         assert check(chaotic, X).unjudged == {"chaotic(...)": 1}
     assert len(caught) == 1
+
+
+def test_a_result_that_only_leaves_its_range_with_other_values_is_named() -> None:
+    def chaotic(x: Any) -> Any:
+        z = lax.fori_loop(0, 200, lambda _, z: 3.9 * z * (1 - z), x - 4.5)
+        return z / lax.axis_size("x")
+
+    # Generic values are not between 4.5 and 5.5: from these the map goes to minus infinity.
+    x = np.linspace(4.6, 5.4, 8, dtype=np.float32)
+    with pytest.warns(UntestedWarning, match=r"chaotic\(\.\.\.\): none of its numbers"):
+        assert check(chaotic, x, out_specs=P("x")).unjudged == {"chaotic(...)": 8}
+
+
+def test_a_count_of_the_host_is_named() -> None:
+    """It is another one in each run, so that nothing is known of it."""
+    runs = itertools.count()
+
+    def counted(x: Any) -> Any:
+        return jax.pure_callback(lambda: np.full(6, next(runs), np.int32), jax.typeof(whole))
+
+    whole = jnp.zeros(6, jnp.int32)
+    with pytest.warns(UntestedWarning, match=r"counted\(\.\.\.\): none of its numbers"):
+        assert check(counted, X, check_vma=False).unjudged == {"counted(...)": 6}
 
 
 @pytest.mark.slow

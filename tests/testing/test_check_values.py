@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh.testing import UntestedWarning
+from statemesh.testing import UntestedWarning, assert_equivalent
+from statemesh.testing._program._counters import counters
 from statemesh.testing._program._literals import Exact
 from statemesh.testing._program._noise import Noisy
 from tests.helpers import slow
@@ -303,6 +305,78 @@ def test_arguments_that_must_keep_their_values_can_be_named() -> None:
     check(sum_if_alike, np.ones(2, np.float32), X, in_specs=specs, keep=["args[0]"])
 
 
+# Later calls
+
+
+@pytest.mark.parametrize("at", [4, 9, 99])
+def test_a_mistake_that_sets_in_late_is_found(at: int) -> None:
+    """By a counter in a State, and by one that no call returns."""
+
+    def step(count: sm.State, x: Any) -> Any:
+        return x * jnp.where(count.value == at, on_one(1, 2), 1), count.set(count.value + 1)
+
+    def counted(count: Any, x: Any) -> Any:
+        return step(sm.State(count), x)[0]
+
+    options: Any = {"in_specs": (None, P("x")), "out_specs": (P("x"), None), "steps": 2}
+    text = report(step, sm.State(0), X, **options)
+    assert f"On mesh x=2 with generic values and counters at {at}" in text
+    assert "counters" not in "".join(check(step, sm.State(0), X, **options, keep="args[0]").agreed)
+    options = {"in_specs": (P(), P("x")), "out_specs": P("x")}
+    assert f"counters at {at}" in report(counted, np.int32(0), X, **options)
+
+
+def test_the_next_batch_is_another_one() -> None:
+    """Where each call has the same batch, what the call before made of its batch is right."""
+
+    def centred(last: Any, x: Any) -> Any:
+        mean = lax.pmean(x.mean(0), "x")
+        used = on_one(mean, jnp.where(last["known"].value, last["mean"].value, mean))
+        return x - used, {"mean": last["mean"].set(mean), "known": last["known"].set(True)}
+
+    last = {"mean": sm.State(jnp.zeros(2)), "known": sm.State(False)}
+    options: Any = {"in_specs": (None, P("x")), "out_specs": (P("x"), None), "steps": None}
+    assert "with generic values and the next batch" in report(centred, last, X, **options)
+
+
+# Uses of an integer `n`, and whether any other one suits them.
+USES: list[tuple[bool, Any]] = [
+    *((True, lambda n, x: x * (n > 3)), (True, lambda n, x: x * (n % 10 == 9))),
+    *((True, lambda n, x: x * 0.9 ** (n + 1)), (True, lambda n, x: x * jnp.cos(n / 100))),
+    (True, lambda n, x: x + jax.random.normal(jax.random.fold_in(jax.random.key(0), n), x.shape)),
+    (True, lambda n, x: lax.cond(n > 3, lambda: x, lambda: -x)),
+    (True, lambda n, x: lax.switch(n // 2, [lambda: x, lambda: -x])),
+    (True, lambda n, x: jax.jit(lambda m: x * (m > 3))(n + 1)),
+    (True, lambda n, x: jax.vmap(lambda row: row * (lax.pmax(n, "x") > 3))(x)),
+    (True, lambda n, x: x * (n + jnp.where(n > 2, 2, 1))),
+    (True, lambda n, x: x * (jnp.where(x.sum() > 0, n + 1, 0) > 3)),
+    (True, lambda n, x: x * jnp.where(n > 3, x.astype(int), 1)),
+    # An index, a position, a part of a shard
+    *(
+        (False, lambda n, x: x + x[n]),
+        (False, lambda n, x: x + lax.dynamic_slice(x, (n, 0), (1, 2))),
+    ),
+    *((False, lambda n, x: x.at[n].set(0)), (False, lambda n, x: x * (jnp.arange(4) < n)[:, None])),
+    (False, lambda n, x: x * (n // 4 == lax.axis_index("x"))),
+    (False, lambda n, x: x * (n < jnp.where(lax.axis_index("x") == 0, 4, 8))),
+    # Rounds of a loop, other numbers
+    (False, lambda n, x: lax.fori_loop(0, n, lambda _, x: x / 2, x)),
+    (False, lambda n, x: x * (n < x.astype(int))),
+    (False, lambda n, x: x * lax.cond(x[0, 0] > 0, lambda: n, lambda: x[0, 1].astype(int))),
+    # Nothing depends on it.
+    *((False, lambda n, x: x), (False, lambda n, x: (x, n + 1)[0])),
+]
+
+
+def test_which_integers_count() -> None:
+    mesh = AbstractMesh((2,), ("x",))
+    for counts, use in USES:
+        mapped = sm.shard_map(use, mesh, (P(), P("x")), P("x"), check_vma=False)
+        closed = jax.make_jaxpr(mapped)(np.int32(0), X)
+        assert counters(closed) == ({0} if counts else set()), closed
+
+
+# Large values, and NaN on one shard
 # Large values, and NaN on one shard
 
 
@@ -326,6 +400,80 @@ def test_a_shard_that_does_not_hear_of_nan_elsewhere_is_found() -> None:
 
     text = assert_accused({"mistaken"}, skips_updates, X, out_specs=P("x"))
     assert "On mesh x=2 with one NaN" in text
+
+
+def test_a_norm_of_a_shard_is_found_where_data_is_large() -> None:
+    """The norm is never reached by the values that are given."""
+
+    def clipped(x: Any) -> Any:
+        squares = jnp.square(x).sum()
+        return {
+            "right": x * jnp.minimum(1, 100 / jnp.sqrt(lax.psum(squares, "x"))),
+            "mistaken": x * jnp.minimum(1, 100 / jnp.sqrt(squares)),
+        }
+
+    text = assert_accused({"mistaken"}, clipped, X, out_specs=P("x"))
+    assert "On mesh x=2 with large values" in text
+
+
+def left_out(x: Any) -> Any:
+    """The mean over the shards that have a finite sum."""
+    total = x.sum()
+    finite = jnp.isfinite(total)
+    count = lax.psum(finite.astype(x.dtype), "x") / lax.axis_size("x")
+    return lax.psum(jnp.where(finite, total, 0), "x") / count
+
+
+def test_nan_goes_into_split_arguments_only() -> None:
+    """In parameters it would spread to all results, on one device as on the mesh."""
+
+    def step(w: Any, x: Any) -> Any:
+        y = x * w
+        here = jnp.isfinite(y).all()
+        return {"right": y, "mistaken": jnp.where(here, y, 0)}
+
+    w = np.ones(2, np.float32)
+    options: Any = {"in_specs": (P(), P("x")), "out_specs": P("x")}
+    text = assert_accused({"mistaken"}, step, w, X, **options)
+    assert "On mesh x=2 with one NaN" in text
+    # A function that is mapped already has its specs in its program.
+    mapped = sm.shard_map(step, jax.make_mesh((2,), ("x",)), **options)
+    with pytest.raises(AssertionError, match="with one NaN"):
+        assert_equivalent(mapped, (w, X), meshes=[{"x": 2}], gradients=False)
+    whole = check(lambda w: w + 1, w, in_specs=P())
+    assert "on mesh x=2 with one NaN" not in whole.agreed
+
+
+def test_a_number_on_the_mesh_for_nan_on_one_device_is_found() -> None:
+    text = report(left_out, X)
+    assert "On mesh x=2 with one NaN" in text and "should be nan" in text
+
+
+def test_a_part_that_is_skipped_and_not_multiplied_by_zero_accuses_nobody() -> None:
+    """What comes later is hidden from each row: on one device by a product with zero, which hands NaN on."""
+
+    def sums_so_far(x: Any) -> Any:
+        size, here, row = lax.axis_size("x"), lax.axis_index("x"), jnp.arange(len(x))
+        total, others = 0 * x, x
+        for k in range(size):
+            source = (here - k) % size
+            seen = (source - here) * len(x) + row <= row[:, None]
+            new: Any = lambda seen=seen, others=others: seen.astype(x.dtype) @ others
+            total += lax.cond(source <= here, new, lambda: 0 * x)
+            others = lax.ppermute(others, "x", [(i, (i + 1) % size) for i in range(size)])
+        return total
+
+    check(sums_so_far, X, out_specs=P("x"), check_vma=False)
+
+
+@pytest.mark.slow
+def test_the_derivative_of_a_maximum_with_nan_accuses_nobody() -> None:
+    def largest(high: sm.State, x: Any) -> Any:
+        return x, high.set(jnp.maximum(high.value, x.max(0)))
+
+    high = sm.State(jnp.full(2, -0.5), reduce="max")
+    options: Any = {"in_specs": (None, P("x")), "out_specs": (P("x"), None)}
+    check(largest, high, X, **options, gradients=True)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import enum
 import functools
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import assert_equivalent
+from statemesh.testing._caches import environment
 from tests.helpers import compiles, make_mesh
 
 from .checked import check, report
@@ -184,6 +186,41 @@ def test_values_that_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         change()
         assert is_compiled() == counts, value
         assert not is_compiled(), value
+
+
+# Each reads the scale of a module in a package of the user's, or of the environment.
+READING = [
+    "lambda x: x * package_of_a_test.inner.config.scale",
+    "lambda x: x * getattr(package_of_a_test.inner.config, 'scale')",
+    "lambda x: x * package_of_a_test.inner.config.read()",
+    "lambda x: x * vars(package_of_a_test.inner.config)['scale']",
+    "lambda x: x * globals()['scale']",
+    "lambda x: x * float(os.environ['SCALE_OF_A_TEST'])",
+    "lambda x: x * float(os.getenv('SCALE_OF_A_TEST', 1))",
+    "def imports(x):\n    import package_of_a_test.inner.config as c\n    return x * c.scale",
+    "def imports(x):\n    from .inner.config import scale\n    return x * scale",
+    "def imports(x):\n    from .inner import config\n    return x * config.scale",
+]
+
+
+@pytest.mark.parametrize("text", READING)
+def test_modules_in_packages_and_environment_variables(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = ["package_of_a_test", "package_of_a_test.inner", "package_of_a_test.inner.config"]
+    package, inner, config = modules = [types.ModuleType(path) for path in paths]
+    for path, module in zip(paths, modules, strict=True):
+        monkeypatch.setitem(sys.modules, path, module)
+    package.inner, inner.config = inner, config  # type: ignore[attr-defined]
+    exec("scale = 1.0\ndef read(): return scale", vars(config))
+    names: dict[str, Any] = {"package_of_a_test": package, "os": os, "scale": 1.0}
+    names |= {"__name__": "package_of_a_test.user", "__package__": "package_of_a_test"}
+    exec(text if text.startswith("def") else f"imports = {text}", names)
+    before = environment(names["imports"])
+    assert before is not None and before == environment(names["imports"])
+    monkeypatch.setenv("SCALE_OF_A_TEST", "2.0")
+    config.scale = names["scale"] = 2.0  # type: ignore[attr-defined]
+    assert environment(names["imports"]) != before
 
 
 # What leads to a global that changes

@@ -78,6 +78,7 @@ def test_right_code_passes(kind: AxisType, check_vma: bool) -> None:
         *("on mesh x=1", "on mesh x=4", "on mesh x=2", "inside jit on mesh x=2"),
         "saved on mesh x=4 and placed on mesh x=2",
         *(f"on mesh x={n} with generic values" for n in (1, 4, 2)),
+        *(f"on mesh x={n} with generic values and the next batch" for n in (1, 4, 2)),
         *(f"on mesh x={n} with large values" for n in (1, 4, 2)),
         *(f"on mesh x={n} with one NaN" for n in (1, 4, 2)),
     )
@@ -195,7 +196,7 @@ def test_later_calls_are_compared() -> None:
     def late(seen: Any, x: Any) -> Any:
         return x, seen.set(seen.value + jnp.where(seen.value > 2, lax.axis_size("x"), 1))
 
-    check(late, sm.State(0), X, steps=3, gradients=False)
+    check(late, sm.State(0), X, steps=3, gradients=False, keep="args[0]")
     assert "On mesh x=2, call 4 of 4, compared with" in report(late, sm.State(0), X, steps=4)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh.testing import UntestedWarning
 
 from .checked import check, report
 
@@ -116,6 +117,13 @@ WHEREVER_IT_STANDS: dict[str, tuple[Any, ...]] = {
         {"args[0]": "[1]", "args[1]": "[2]"},
     ),
     "the first arguments": (({"w": W}, {"w": W}, X), (LOSS, {"w": W}), {"args[0]": "[1]"}),
+    # Tuples and lists
+    "a tuple for a list": (([W, net()], X), (LOSS, (W, net())), {"args[0]": "[1]"}),
+    "a list for a tuple": (
+        *(({"p": (W, (W, N))}, X), (LOSS, {"p": [W, [W, N]]}), {"args[0]": "[1]"}),
+    ),
+    "the same structure first": (*(([W, N], X), (LOSS, [W, N], (W, N)), {"args[0]": "[1]"}),),
+    "of several tuples none": (([W, N], X), (LOSS, (W, N), (W, N)), {}),
     # What is not fed back
     "a batch of the same shape": ((X, LOSS), (LOSS, HALF), {}),
     "other shapes": ((net(), X), (HALF, net(4).w), {}),
@@ -263,3 +271,22 @@ def test_an_array_that_its_name_and_its_shape_tell_is_fed_back_once() -> None:
 
     options: Any = {"kwargs": {"mean": W}, "out_specs": (ROWS, WHOLE), "meshes": [NO_DEVICES]}
     assert check(step, X, **options).fed_back == (("kwargs['mean']", "step(...)[1]['mean']"),)
+
+
+def test_a_list_that_several_tuples_could_replace_is_named() -> None:
+    def step(carried: Any, x: Any) -> Any:
+        new = tuple(a + jax.lax.psum(x.sum(), "x") for a in carried)
+        return new, new
+
+    options: Any = {"in_specs": (P(), ROWS), "meshes": [NO_DEVICES], "steps": None}
+    with pytest.warns(UntestedWarning, match="every call gets the same") as caught:
+        checked = check(step, [W, W[:2]], X, **options)
+    assert checked.fed_back == ()
+    assert [str(warning.message) for warning in caught] == [
+        "args[0]: every call gets the same. step(...)[0] and step(...)[1] could replace it, but for a tuple "
+        'in the place of a list. Name what it gets, as in fed_back={"args[0]": "step(...)[1]"}, or nothing: '
+        "fed_back={}."
+    ]
+    named = {"args[0]": "step(...)[1]"}
+    checked = check(step, [W, W[:2]], X, **options, fed_back=named)
+    assert dict(checked.fed_back) == named

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -76,6 +77,10 @@ class Checked:
     lost: tuple[str, ...]
 
 
+# Says of a mismatch whether it is a mistake.
+Counts: TypeAlias = Callable[[Mismatch], bool]
+
+
 @dataclasses.dataclass(frozen=True)
 class Calls:
     """Calls in a row on a mesh, replayed, and those that they are compared with.
@@ -84,8 +89,11 @@ class Calls:
 
     - `label`: on what mesh, and with what values, in words.
     - `args`, `steps`: the arguments of the first call, and the number of calls.
-    - `counts`: which mismatches are mistakes; `None` for all.
+    - `counts`, `counts_on_devices`: which mismatches are mistakes, in the replay and on devices; `None` for
+        all.
     - `on_devices`: whether they are made on devices too.
+    - `extreme`: whether the values are so large that what agrees may be a limit, such as a saturated sigmoid,
+        or not finite.
     """
 
     subject: Subject
@@ -93,13 +101,15 @@ class Calls:
     label: str
     args: Args
     steps: int
-    counts: Callable[[Mismatch], bool] | None = None
+    counts: Counts | None = None
+    counts_on_devices: Counts | None = None
     on_devices: bool = True
+    extreme: bool = False
 
     @property
     def place(self) -> str:
-        """The mesh, if it has several devices and every mismatch is a mistake; else an empty string."""
-        return self.on_mesh.label if self.counts is None and self.on_mesh.mesh.size > 1 else ""
+        """The mesh, if results that agree there are tested; else an empty string."""
+        return self.on_mesh.label if not self.extreme and self.on_mesh.mesh.size > 1 else ""
 
     @cached_property
     def reference(self) -> Programs:
@@ -177,11 +187,52 @@ class Check:
         if results:
             self._inside_jit(calls)
             self._moved(calls, before, results)
-        for what, make, counts, on_devices in _OTHER_VALUES:
-            args = make(subject.args, subject.keep)
-            for on_mesh in subject.meshes:
-                label = f"{on_mesh.label} {what}"
-                self._compared(Calls(subject, on_mesh, label, args, 1, counts, on_devices))
+        self._with_other_values()
+
+    def _with_other_values(self) -> None:
+        """Compare calls with generic values, with what follows these, with large ones, and with NaN."""
+        subject = self.subject
+        usual = self._with("generic values", values.generic(subject.args, subject.keep))
+        for calls in usual:
+            self._compared(calls)
+        for calls in usual:
+            self._later(calls)
+        # What a narrow dtype makes of large values is mostly rounding.
+        overflow: Counts = lambda mismatch: mismatch.is_overflow
+        large = values.large(subject.args, subject.keep)
+        for calls in self._with("large values", large, counts_on_devices=overflow, extreme=True):
+            self._compared(calls)
+        with_nan = values.one_nan(subject.args, subject.keep, subject.call.split)
+        if with_nan is None:
+            return
+        # What devices make of NaN in `jax.lax.pmax` differs, and is no mistake of the function.
+        extreme = self._with("one NaN", with_nan, on_devices=False, extreme=True)
+        for calls, without in zip(extreme, usual, strict=True):
+            counts = functools.partial(_is_of_nan, without)
+            self._compared(dataclasses.replace(calls, counts=counts))
+
+    def _later(self, calls: Calls) -> None:
+        """Compare what follows a call with generic values: with another batch, and counters further on."""
+        subject, args, is_fed = self.subject, calls.args, self.subject.in_a_row > 1
+        if is_fed:
+            args = subject.feed(args, values.as_arrays(narrowed(calls.right.exact[0].results)))
+        counters = subject.call.counters & values.free(args, subject.keep)
+        fed_back = dict(subject.feed_back.numbers)
+        counts = values.COUNTS if counters else values.COUNTS[:1] if is_fed else ()
+        for count in counts:
+            if self.failed:
+                return
+            new = values.later(args, subject.keep, fed_back, counters, count)
+            what = f"counters at {count}" if counters else "the next batch"
+            label = f"{calls.label} and {what}"
+            self._compared(dataclasses.replace(calls, label=label, args=new, on_devices=False))
+
+    def _with(self, what: str, args: Args, **options: Any) -> list[Calls]:
+        """A call on each mesh with other values."""
+        return [
+            Calls(self.subject, on_mesh, f"{on_mesh.label} with {what}", args, 1, **options)
+            for on_mesh in self.subject.meshes
+        ]
 
     @contextlib.contextmanager
     def _recording(self, calls: Calls, label: str) -> Iterator[None]:
@@ -279,7 +330,7 @@ class Check:
         rounding: Rounding = "double" if calls.reference.is_traced else "own"
         chains = calls.mesh, calls.right
         off = self.judge.compare(rounding, step, leaves, chains, calls.place)
-        self._raise_if_off(calls, step, off)
+        self._raise_if_off(calls, step, off, calls.counts)
 
     def _compare_devices(self, calls: Calls, results: Sequence[PyTree], first: int = 0) -> None:
         """Compare results of calls on devices, from call `first` on."""
@@ -293,10 +344,12 @@ class Check:
             off = self.judge.compare("own", step, leaves, chains)
             if calls.reference.is_traced and self.subject.unsharded is not False:
                 off = excused(off, functools.partial(calls.again, step))
-            self._raise_if_off(calls, step, off)
+            self._raise_if_off(calls, step, off, calls.counts_on_devices)
 
-    def _raise_if_off(self, calls: Calls, step: int, off: Sequence[Mismatch]) -> None:
-        off = [mismatch for mismatch in off if calls.counts is None or calls.counts(mismatch)]
+    def _raise_if_off(
+        self, calls: Calls, step: int, off: Sequence[Mismatch], counts: Counts | None
+    ) -> None:
+        off = [mismatch for mismatch in off if counts is None or counts(mismatch)]
         if not off:
             return
         # Where results are off, their gradient is off in consequence.
@@ -352,16 +405,19 @@ class Check:
         return tuple(dict.fromkeys(words))
 
 
-# Other values for the arguments: what is said of them, what makes them, which mismatches with them are
-# mistakes (`None` for all), and whether the function is called on devices with them.
-_OTHER_VALUES: tuple[
-    tuple[str, Callable[..., Args], Callable[[Mismatch], bool] | None, bool], ...
-] = (
-    ("with generic values", values.generic, None, True),
-    ("with large values", values.large, lambda mismatch: mismatch.is_overflow, True),
-    # What `jax.lax.pmax` makes of NaN differs between devices, and is no mistake of the function.
-    ("with one NaN", values.one_nan, lambda mismatch: mismatch.is_number_on_one_device, False),
-)
+def _is_of_nan(without: Calls, mismatch: Mismatch) -> bool:
+    """Whether NaN goes other ways on the mesh than on one device.
+
+    **Arguments:**
+
+    - `without`: the same call without the NaN. A number on the mesh that is the same without it may be NaN on
+        one device: there a product with zero hands it on, where a shard had no such product to take.
+    """
+    number = mismatch.leaf.number
+    # The derivative of a maximum is none where NaN is among the numbers: there it is NaN or not by chance.
+    is_gradient = number >= without.subject.count
+    others = mismatch.leaf.value if is_gradient else without.right.exact[0].numbers[number]
+    return mismatch.differs_from(others)
 
 
 # Where a failing call goes wrong

@@ -28,6 +28,7 @@ class Subtree:
     - `keys`: its key path.
     - `node`: the node itself.
     - `form`: what parts of equal structure and equal shapes share.
+    - `loose`: what such parts share where a tuple in one may be a list in the other.
     - `leaves`: the numbers of its leaves among those of the whole tree.
     - `arrays`: how many of its leaves are arrays or numbers.
     - `depth`: how many nodes stand on top of each other in it; 0 for a leaf.
@@ -39,6 +40,7 @@ class Subtree:
     keys: tuple[Any, ...]
     node: PyTree
     form: Hashable
+    loose: Hashable
     leaves: range
     arrays: int
     depth: int
@@ -62,7 +64,8 @@ def parts_of(node: PyTree, keys: tuple[Any, ...] = (), start: int = 0) -> list[S
     if kids and tree_util.treedef_is_leaf(structure):
         numeric = is_numeric(node)
         form = ("leaf", np.shape(node), is_key(node)) if numeric else "static"
-        return [Subtree(keys, node, form, range(start, start + 1), int(numeric), 0, False, False)]
+        number = range(start, start + 1)
+        return [Subtree(keys, node, form, form, number, int(numeric), 0, False, False)]
     inner: list[Subtree] = []
     heads: list[Subtree] = []
     for key, kid in kids:
@@ -75,6 +78,7 @@ def parts_of(node: PyTree, keys: tuple[Any, ...] = (), start: int = 0) -> list[S
         keys,
         node,
         (known, *(head.form for head in heads)),
+        (known if type(node) not in (tuple, list) else "", *(head.loose for head in heads)),
         range(start, heads[-1].leaves.stop if heads else start),
         sum(head.arrays for head in heads),
         1 + max((head.depth for head in heads), default=0),
@@ -133,10 +137,13 @@ class FeedBack:
 
     - `pairs`: of each part that is fed back, the path in the arguments and the path in the result.
     - `numbers`: of each leaf that is fed back, its number in `(args, kwargs)` and its number in the result.
+    - `unclear`: of each part that is not, because several parts of the result fit but for tuples and lists:
+        its path, and their paths.
     """
 
     pairs: tuple[tuple[str, str], ...] = ()
     numbers: tuple[tuple[int, int], ...] = ()
+    unclear: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.pairs)
@@ -166,7 +173,8 @@ def find(
 
     A part of the result replaces a part of the arguments that has the same structure and the same shapes, the
     largest parts first, each once. Of several that fit, those under the same names are taken, then those in
-    the same order, the last results first. A part is one of:
+    the same order, the last results first. A tuple may replace a list, and a list a tuple, if no other part
+    fits. A part is one of:
 
     - a State, or anything that holds one;
     - a dictionary, a module, or another node with names; a tuple or list of several arrays. Their leaves are
@@ -197,8 +205,9 @@ def find(
         ins += [()] * len(jax.tree.leaves(args[1]))
     arguments = _Side(inner, lambda part: path_of(part.keys), ins)
     returned = _Side(parts_of(result), lambda part: f"{name}(...){part.path}", outs)
+    unclear: dict[Subtree, list[Subtree]] = {}
     if named is None:
-        pairs = _by_structure(arguments, returned)
+        pairs = _by_structure(arguments, returned, unclear)
     else:
         items = named.items() if isinstance(named, Mapping) else named
         pairs = _named(arguments, returned, list(items), name)
@@ -206,6 +215,12 @@ def find(
     return FeedBack(
         tuple((arguments.path(a), returned.path(b)) for a, b in pairs),
         tuple(both for a, b in pairs for both in zip(a.leaves, b.leaves, strict=True)),
+        tuple(
+            (arguments.path(a), tuple(map(returned.path, fitting)))
+            for a, fitting in unclear.items()
+            if arguments.is_free(a)
+            and not any(other is not a and set(a.leaves) <= set(other.leaves) for other in unclear)
+        ),
     )
 
 
@@ -239,17 +254,27 @@ class _Side:
 Match: TypeAlias = tuple[Subtree, Subtree]
 
 
-def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
-    """The largest parts that fit, then arrays that stand by themselves."""
+def _by_structure(
+    arguments: _Side, returned: _Side, unclear: dict[Subtree, list[Subtree]]
+) -> list[Match]:
+    """The largest parts that fit, or do but for tuples and lists; then arrays that stand by themselves.
+
+    **Arguments:**
+
+    - `unclear`: to which arguments are added that several results fit but for tuples and lists.
+    """
     pairs: list[Match] = []
 
-    def take(a: Subtree, b: Subtree) -> None:
-        """Pair two parts of one form, if no other one has either of them, and they fit."""
+    def fits(a: Subtree, b: Subtree) -> bool:
+        """Whether one of two parts of one form can replace the other, and both are free."""
         if not (arguments.is_free(a) and returned.is_free(b)):
-            return
+            return False
         specs = zip(arguments.placed(a), returned.placed(b), strict=True)
         agree = a.in_state or (_kinds_agree if a.depth else _dtypes_agree)(a, b)
-        if agree and all(p is None or q is None or p == q for p, q in specs):
+        return agree and all(p is None or q is None or p == q for p, q in specs)
+
+    def take(a: Subtree, b: Subtree) -> None:
+        if fits(a, b):
             arguments.use(a)
             returned.use(b)
             pairs.append((a, b))
@@ -259,13 +284,7 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
         several = part.arrays > 1 and part is not returned.whole
         return part.depth == 0 or part.in_state or part.is_named or several
 
-    by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
-    for which, side in enumerate((arguments, returned)):
-        for part in side.parts:
-            by_form[part.form][which].append(part)
-    alike = [both for both in by_form.values() if all(both)]
-    alike.sort(key=lambda both: (-both[0][0].arrays, -both[0][0].depth))
-    for some, others in alike:
+    def take_alike(some: list[Subtree], others: list[Subtree]) -> None:
         carried = list(filter(is_carried, returned.free(others)))
         for pair in _under_one_name(arguments.free(some), carried):
             take(*pair)
@@ -273,6 +292,22 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
         left = [part for part in arguments.free(some) if part.depth > 0]
         for a, b in zip(left, returned.free(carried)[-len(left) :], strict=False):
             take(a, b)
+
+    def take_but_for_lists(some: list[Subtree], others: list[Subtree]) -> None:
+        for a in arguments.free(some):
+            fitting = [b for b in others if a.form != b.form and is_carried(b) and fits(a, b)]
+            rivals = [x for x in some if any(x.form != b.form and fits(x, b) for b in fitting)]
+            if len(fitting) == len(rivals) == 1:
+                take(a, fitting[0])
+            elif fitting:
+                unclear[a] = fitting
+
+    alike = _alike(arguments, returned, lambda part: part.form)
+    but_for_lists = _alike(arguments, returned, lambda part: part.loose)
+    groups = [(take_alike, *both) for both in alike]
+    groups += [(take_but_for_lists, *both) for both in but_for_lists]
+    for take_some, *both in sorted(groups, key=lambda group: _smallness(group[1:])):
+        take_some(*both)
     for some, others in alike:
         # The only two of a shape and dtype that are split on neither side. A single number is none of them.
         left, right = (
@@ -285,6 +320,21 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
             if len(rivals) == len(fitting) == 1 and (a.depth > 0 or np.shape(a.node)):
                 take(a, fitting[0])
     return pairs
+
+
+def _smallness(both: Sequence[list[Subtree]]) -> tuple[int, int]:
+    return -both[0][0].arrays, -both[0][0].depth
+
+
+def _alike(
+    arguments: _Side, returned: _Side, form: Callable[[Subtree], Hashable]
+) -> list[tuple[list[Subtree], list[Subtree]]]:
+    """The parts of the arguments, and those of the result, that share a form. The largest come first."""
+    by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
+    for which, side in enumerate((arguments, returned)):
+        for part in side.parts:
+            by_form[form(part)][which].append(part)
+    return sorted(filter(all, by_form.values()), key=_smallness)
 
 
 def _under_one_name(some: list[Subtree], others: list[Subtree]) -> Iterator[Match]:
@@ -316,7 +366,7 @@ def _named(
     for argument, result in items:
         whole = result if result.startswith(f"{name}(...)") else f"{name}(...){result}"
         a, b = _part_at(arguments, argument, "args"), _part_at(returned, whole, "result")
-        if a.form != b.form:
+        if a.loose != b.loose:
             raise sm.StructureError(
                 f"feed_back: {returned.path(b)} cannot become {arguments.path(a)}, because structures or "
                 f"shapes differ: {_what(b)}, and the argument is {_what(a)}."

@@ -126,10 +126,13 @@ class Mismatch:
         finite = ~np.isfinite(self.leaf.value) & np.isfinite(self.want)
         return bool((finite & (self.deviation > 0)).any())
 
-    @property
-    def is_number_on_one_device(self) -> bool:
-        """Whether a number is off that is one in the reference, where NaN may have come to others too."""
-        return bool((np.isfinite(self.want) & (self.deviation > 0)).any())
+    def differs_from(self, other: Numbers) -> bool:
+        """Whether a number is off that is not NaN in the reference, or that differs from this one too."""
+        if not self.same_shape or other.shape != self.want.shape:
+            return True
+        rounding = 1e-6 if self.rounding == "double" else 1e-3
+        as_other = np.isclose(self.leaf.value, other, rtol=rounding, atol=0.0)
+        return bool(((self.deviation > 0) & ~(np.isnan(self.want) & as_other)).any())
 
 
 @dataclasses.dataclass
@@ -143,7 +146,8 @@ class Judge:
     - `exact`: the numbers of the leaves to which `tolerance` does not apply.
     - `unclear`: in double precision and in the program's own dtypes, for each path the count of numbers that
         are not judged, since rounding alone may change them by more than a few per cent.
-    - `judged`: for each path and each mesh whether a number of it was ever judged.
+    - `judged`: for each path and each mesh whether a number of it was ever judged. NaN and infinities are no
+        numbers here: what leaves its range agrees with all else that does.
     """
 
     tolerance: float | None = None
@@ -178,10 +182,10 @@ class Judge:
         """
         mismatches = []
 
-        def note(leaf: ResultLeaf, judged: bool) -> None:
-            if place:
+        def note(leaf: ResultLeaf, finite: Numbers, judged: Numbers) -> None:
+            if place and finite.any():
                 key = leaf.path, place
-                self.judged[key] = judged or self.judged.get(key, False)
+                self.judged[key] = bool(judged.any()) or self.judged.get(key, False)
 
         for leaf, want in zip(leaves, chains[1].exact[step].numbers, strict=False):
             if leaf.number in self.left_out or not is_numeric(leaf.array):
@@ -189,19 +193,19 @@ class Judge:
             if leaf.value.shape != want.shape:
                 mismatches.append(Mismatch(leaf, want, np.zeros(want.shape), rounding))
                 continue
-            difference = _distances(rounding, leaf, want)
+            difference, finite = _distances(rounding, leaf, want), np.isfinite(want)
             if self.tolerance is not None and leaf.number not in self.exact:
                 limit = _tolerated(self.tolerance, want, difference)
             elif (
                 self.tolerance is None
                 and not (difference > always(rounding, leaf.dtype, want)).any()
             ):
-                note(leaf, True)
+                note(leaf, finite, finite)
                 continue
             else:
                 limit = _by_noise(rounding, step, leaf, want, difference, chains)
                 hidden = _unclear(want, difference, limit - flushed(rounding, leaf.dtype))
-                note(leaf, not hidden.all())
+                note(leaf, finite, finite & ~hidden)
                 if count := int(hidden.sum()):
                     counts = self.unclear[rounding]
                     counts[leaf.path] = max(count, counts.get(leaf.path, 0))

@@ -18,6 +18,10 @@ from ._feedback import is_within, owners, path_of
 # Makes another array of the same shape and dtype.
 Make = Callable[[np.random.Generator, AnyLeaf], AnyLeaf]
 
+# What counters have counted in later calls: steps at which a warmup, a schedule or an interval may do what it
+# does not do in the first three calls.
+COUNTS = (4, 9, 99)
+
 # Near the largest number of float16. What float32 computes from it does not overflow.
 _LARGE = 3e4
 
@@ -35,6 +39,27 @@ def generic(args: PyTree, kept: Collection[str]) -> PyTree:
     return _changed(args, kept, _generic, in_states=True)
 
 
+def later(
+    args: PyTree,
+    kept: Collection[str],
+    fed_back: Collection[int],
+    counters: Collection[int],
+    count: int,
+) -> PyTree:
+    """The arguments of a later call, which has another batch.
+
+    **Arguments:**
+
+    - `args`: those of a call before, or what it returned where that is fed back.
+    - `fed_back`: the numbers of the leaves that are fed back. What else is in no State is drawn anew.
+    - `counters`, `count`: the numbers of the leaves that count, and what they have counted.
+    """
+    others = set(range(len(jax.tree.leaves(args)))).difference(fed_back)
+    new = _changed(args, kept, _generic, in_states=False, only=others, seed=count)
+    counted: Make = lambda _, x: jnp.asarray(count, x.dtype)
+    return _changed(new, kept, counted, in_states=True, only=counters)
+
+
 def large(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays outside of States are as large as float16 can hold."""
 
@@ -47,28 +72,54 @@ def large(args: PyTree, kept: Collection[str]) -> PyTree:
     return _changed(generic(args, kept), kept, make, in_states=False)
 
 
-def one_nan(args: PyTree, kept: Collection[str]) -> PyTree:
-    """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has."""
+def one_nan(args: PyTree, kept: Collection[str], split: Collection[int]) -> PyTree | None:
+    """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has.
+
+    **Arguments:**
+
+    - `split`: the numbers of the leaves of which a shard gets a part. The others, mostly parameters, would
+        hand the NaN on to all shards and to all results.
+
+    **Returns:** the arguments; `None` if there are no such arrays.
+    """
+    changed = []
 
     def make(_: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
         if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
             return x
         value = np.array(x)
         value[tuple(size - 1 for size in x.shape)] = np.nan
-        return jnp.asarray(value)
+        changed.append(jnp.asarray(value))
+        return changed[-1]
 
-    return _changed(generic(args, kept), kept, make, in_states=False)
+    with_nan = _changed(generic(args, kept), kept, make, in_states=False, only=split)
+    return with_nan if changed else None
 
 
-def _changed(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
-    random = np.random.default_rng(1)
-    flat, treedef = tree_util.tree_flatten_with_path(args)
-    leaves = []
-    for (keys, x), owner in zip(flat, owners(args, sm.is_state), strict=True):
-        is_kept = any(is_within(path_of(keys), path) for path in kept)
-        is_kept |= sm.is_state(owner) and not in_states
-        leaves.append(x if is_kept or not eqx.is_array(x) or is_key(x) else make(random, x))
+def _changed(
+    args: PyTree,
+    kept: Collection[str],
+    make: Make,
+    *,
+    in_states: bool,
+    only: Collection[int] | None = None,
+    seed: int = 1,
+) -> PyTree:
+    random = np.random.default_rng(seed)
+    leaves, treedef = tree_util.tree_flatten(args)
+    may_change = free(args, kept).intersection(range(len(leaves)) if only is None else only)
+    for number, (x, owner) in enumerate(zip(leaves, owners(args, sm.is_state), strict=True)):
+        is_kept = number not in may_change or (sm.is_state(owner) and not in_states)
+        if not is_kept and eqx.is_array(x) and not is_key(x):
+            leaves[number] = make(random, x)
     return treedef.unflatten(leaves)
+
+
+def free(args: PyTree, kept: Collection[str]) -> set[int]:
+    """The numbers of the leaves that need not keep their values."""
+    paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(args)[0]]
+    is_kept = [any(is_within(path, outer) for outer in kept) for path in paths]
+    return {number for number, keeps in enumerate(is_kept) if not keeps}
 
 
 def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:

@@ -50,6 +50,7 @@ def untested(subject: Subject, calls: CallsMade) -> Iterator[str]:
       the first: it is the caller who makes keys anew.
     - Differences between shards, if every mesh has one device.
     - Calls in a row, if nothing is fed back.
+    - An argument that several results may replace.
     - An array of the results that holds nothing but NaN and infinities.
 
     **Arguments:**
@@ -70,6 +71,12 @@ def untested(subject: Subject, calls: CallsMade) -> Iterator[str]:
         yield (
             f"steps={steps}, but nothing that a call returns fits its arguments, so that every call gets the "
             'same. Name what the next call gets, as in fed_back={"args[0]": "[1]"}, or give steps=1.'
+        )
+    for path, fitting in feedback.unclear:
+        yield (
+            f"{path}: every call gets the same. {' and '.join(fitting)} could replace it, but for a tuple in "
+            f'the place of a list. Name what it gets, as in fed_back={{"{path}": "{fitting[-1]}"}}, or '
+            "nothing: fed_back={}."
         )
     arguments = [jax.tree.leaves(args) for args, _ in calls]
     results = [jax.tree.leaves(result) for _, result in calls]

@@ -11,7 +11,8 @@ import numpy as np
 
 from .._caches import Recent
 from .._types import AnyLeaf, Fun, Numbers, PyTree
-from ._jaxprs import Equation, Sources, forwarded, sources_of
+from ._counters import counters
+from ._jaxprs import Equation, Sources, forwarded, sources_of, split_inputs
 from ._literals import rounded_literals
 from ._noise import Noisy, Promoted
 from ._numbers import is_inexact, numbers, promoted
@@ -155,6 +156,16 @@ class Doubled:
     def drawn(self) -> set[int]:
         """The numbers of the leaves of the arguments from which random numbers are drawn."""
         return {self._inputs[i] for i in self._flow[1]}
+
+    @cached_property
+    def split(self) -> set[int]:
+        """The numbers of the leaves of the arguments of which a shard gets a part."""
+        return {self._inputs[i] for i in split_inputs(self.trace.closed)}
+
+    @cached_property
+    def counters(self) -> set[int]:
+        """The numbers of the leaves of the arguments that count, and may have any value."""
+        return {self._inputs[i] for i in counters(self.trace.closed)}
 
     @cached_property
     def forwarded(self) -> dict[int, int | None]:

@@ -226,6 +226,27 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     return interpreted(jaxpr, range(count), lambda _: None, run)
 
 
+def split_inputs(jaxpr: Jaxpr) -> Sources:
+    """The numbers of the arguments of which a shard gets a part."""
+    split: set[int] = set()
+
+    def flow(jaxpr: Jaxpr, inputs: Sequence[Sources]) -> list[Sources]:
+        constants = [NONE] * len(jaxpr.constvars)
+        return interpreted(jaxpr, [*constants, *inputs], lambda _: NONE, through)
+
+    def through(eqn: Equation, sources: list[Sources]) -> Sequence[Sources]:
+        if eqn.primitive.name in CALLS:
+            return flow(opened(called(eqn)), operands_of_call(eqn, sources))
+        if eqn.primitive.name == "shard_map":
+            for some, spec in zip(sources, eqn.params["in_specs"], strict=True):
+                split.update(some if any(spec) else NONE)
+        return [NONE.union(*sources)] * len(eqn.outvars)
+
+    jaxpr = opened(jaxpr)
+    flow(jaxpr, [frozenset([k]) for k in range(len(jaxpr.invars))])
+    return frozenset(split)
+
+
 def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
     """For each result the arguments that it depends on other than by drawing; and those that are drawn from.
 
