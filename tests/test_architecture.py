@@ -102,8 +102,9 @@ def _beyond_the_door(name: str) -> list[str]:
             used += [a.name for a in ours if (a.name, a.asname) != ("statemesh", "sm")]
         if isinstance(node, ast.ImportFrom):
             outside = node.level > name.count("/")
-            if (node.module or "") == "_base._libraries":
-                continue  # What a library's file is, is asked in one place, and no result hangs on it.
+            # What a library's file is, and which frames a traceback shows: no result hangs on it.
+            if (node.module or "") in ("_base._libraries", "_jax._frames"):
+                continue
             if outside or (node.module or "").split(".")[0] == "statemesh":
                 used.append(f"{'.' * node.level}{node.module}")
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":

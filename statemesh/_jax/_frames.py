@@ -25,24 +25,34 @@ _NOTE = (
 )
 
 
-def without_own_frames(fun: F) -> F:
-    """`fun` with errors whose tracebacks leave out this package's frames, where JAX leaves out its own."""
+def without_own_frames(fun: F, *, says_so: bool = True) -> F:
+    """`fun` with errors whose tracebacks leave out this package's frames, where JAX leaves out its own.
+
+    **Arguments:**
+
+    - `says_so`: whether a note tells of it in an `AssertionError` too. The report of a failed test stands
+        alone.
+    """
 
     @functools.wraps(fun)
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         try:
             return fun(*args, **kwargs)
         except Exception as error:  # Whatever the user's function raises.
-            leave_out_own(error)
+            leave_out_own(error, says_so=says_so or not isinstance(error, AssertionError))
             raise
 
     return call  # type: ignore[return-value]
 
 
-def leave_out_own(error: BaseException) -> None:
+def leave_out_own(error: BaseException, *, says_so: bool = True) -> None:
     """Take our frames out of the tracebacks of an error that is being raised and of its causes.
 
     `jax.config.jax_traceback_filtering` decides whether and how, as it does for JAX's frames.
+
+    **Arguments:**
+
+    - `says_so`: whether a note tells of it.
     """
     mode = compat.traceback_filtering()
     if mode == "off":
@@ -61,7 +71,8 @@ def leave_out_own(error: BaseException) -> None:
     # While JAX is tracing, one of its own functions is further out and adds the note itself.
     around = compat.current_trace(()) is not compat.TOP_LEVEL
     notes = getattr(error, "__notes__", ())
-    if mode != "tracebackhide" and not around and not any(_SETTING in note for note in notes):
+    says_so = says_so and mode != "tracebackhide" and not around
+    if says_so and not any(_SETTING in note for note in notes):
         error.add_note(_NOTE)
 
 

@@ -1,6 +1,7 @@
 """`assert_budget`: a call keeps to numbers."""
 
 import fnmatch
+import functools
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,9 +9,11 @@ from typing import Any
 
 import statemesh as sm
 
+from .._jax._frames import without_own_frames
 from ._types import Fun, PyTree
 
 
+@functools.partial(without_own_frames, says_so=False)
 def assert_budget(
     fun: Fun,
     *args: PyTree,

@@ -1,5 +1,6 @@
 """`assert_equivalent`: a function gives the same results on every mesh."""
 
+import functools
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
@@ -7,6 +8,7 @@ from typing import Any, Literal
 
 import statemesh as sm
 
+from ..._jax._frames import stacklevel, without_own_frames
 from .. import _errors as errors
 from .._caches import environment, held_by
 from .._errors import check
@@ -20,6 +22,7 @@ from ._subject import Subject
 from ._untested import UntestedWarning
 
 
+@functools.partial(without_own_frames, says_so=False)
 def assert_equivalent(
     fun: Fun,
     args: PyTree,
@@ -197,5 +200,5 @@ def assert_equivalent(
     comparisons.run()
     checked = comparisons.conclude()
     for text in checked.untested:
-        warnings.warn(text, UntestedWarning, stacklevel=2)
+        warnings.warn(text, UntestedWarning, stacklevel=stacklevel())
     return checked

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
+from ..._jax._frames import without_own_frames
 from .. import _errors as errors
 from .._program._doubled import widened
 from .._program._numbers import is_inexact, is_numpy, promoted
@@ -51,6 +52,7 @@ _NO_LINE = "this result, made by no line of yours"
 RAISE_FAILURES = False
 
 
+@without_own_frames
 def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Located | None:
     """Find the line at which a call on a mesh stops computing what it computes on one device.
 

@@ -10,6 +10,7 @@ from jax.tree_util import Partial
 
 import statemesh as sm
 
+from ..._jax._frames import without_own_frames
 from .. import _errors as errors
 from .._caches import Recent
 from .._types import Fun, PyTree, tree_util
@@ -143,6 +144,7 @@ def _filled(cotangent: Any, aval: Any) -> jax.Array:
     return cotangent if known else jnp.zeros(aval.shape, aval.dtype)
 
 
+@without_own_frames
 def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Call a mapped function with all of its shards on one device.
 
