@@ -199,7 +199,8 @@ def step(
     )
     numbers = {
         "mean": lax.pmean(x.mean(), ("rows", "systems")),
-        "misfit": lax.pmean(share.max(), "systems"),
+        "misfit": lax.pmax(misfit.max(), "systems"),
+        "share": lax.pmax(share.max(), "systems"),
     }
     return estimate, x - old, centre(x), numbers
 
