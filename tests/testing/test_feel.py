@@ -1,7 +1,9 @@
 """How a check feels: what pytest and a terminal show of it."""
 
+import contextlib
 import os
 import pathlib
+import pty
 import re
 import subprocess
 import sys
@@ -72,8 +74,8 @@ def failing_budget() -> Any:
         (failing_check, AssertionError),
         (failing_budget, AssertionError),
         (lambda: assert_equivalent(centred, (X,), meshes=[{"x": 2}]), TypeError),
-        (lambda: emulate(None), TypeError),  # type: ignore[arg-type]
-        (lambda: locate(None), TypeError),  # type: ignore[arg-type]
+        (lambda: emulate(None), TypeError),
+        (lambda: locate(None), TypeError),
     ],
 )
 def test_tracebacks_end_at_the_users_line(
@@ -106,3 +108,58 @@ def test_pytest_shows_the_report_alone(tmp_path: pathlib.Path) -> None:
     frames = re.findall(r"^(\S+\.py):\d+: ?\w*$", done.stdout, re.M)
     assert frames == ["test_mine.py"], done.stdout
     assert "statemesh has left" not in done.stdout
+    # In CI the summary shows the whole first line of the error.
+    line = TEST[: TEST.index("return x - x.mean()")].count("\n") + 1
+    summary = re.search(r"^FAILED .*", done.stdout, re.M)
+    assert summary is not None
+    first = r"centred\(\.\.\.\) is off by 0\.4\d+ on mesh x=2\."
+    where = rf"the calls do not agree, see test_mine\.py:{line}: {first}"
+    assert re.search(rf"::test_centred - AssertionError: centred: {where}$", summary[0]), summary[0]
+
+
+# What a terminal shows meanwhile
+
+SCRIPT = """
+import sys, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+from statemesh.testing import assert_equivalent, set_devices
+
+set_devices(4)
+x = np.sin(np.arange(8, dtype=np.float32))
+more = {"in_specs": P("x"), "out_specs": P("x"), "gradients": False}
+assert_equivalent(jnp.sin, (x,), meshes=[{"x": 2}, {"x": 4}], **more)
+print("done", file=sys.stderr)
+"""
+
+
+def on_a_terminal(**more: str) -> str:
+    """What a script of a user's writes to a terminal."""
+    ours, its = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        command = [sys.executable, "-c", SCRIPT]
+        with subprocess.Popen(command, env=environment(**more), stderr=its) as script:
+            os.close(its)
+            written = b""
+            with contextlib.suppress(OSError):  # Linux says so that the other end is closed.
+                while part := terminal.read(4096):
+                    written += part
+        assert script.returncode == 0, written.decode()
+    return written.decode()
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_what_is_being_compared_and_then_nothing() -> None:
+    *shown, last = re.split(r"\r(?!\n)", on_a_terminal(COLUMNS="60").replace("\x1b[K", "<"))
+    texts = [text.removesuffix("<") for text in shown if text.removesuffix("<")]
+    assert texts[0] == "sin: tracing"
+    assert texts[1] == "sin: comparing on mesh x=2 (mesh 1 of 2)"
+    # A line that wraps could not be erased.
+    assert max(map(len, texts)) < 60
+    assert last.strip() == "<done"
+    # Each is erased, by the next or by nothing.
+    assert all(text.endswith("<") for text in shown if text)
+
+
+@pytest.mark.slow
+def test_ci_shows_nothing() -> None:
+    assert on_a_terminal(CI="true").strip() == "done"
