@@ -1,6 +1,7 @@
 """How a check feels: what pytest and a terminal show of it."""
 
 import contextlib
+import logging
 import os
 import pathlib
 import pty
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -115,6 +117,47 @@ def test_pytest_shows_the_report_alone(tmp_path: pathlib.Path) -> None:
     first = r"centred\(\.\.\.\) is off by 0\.4\d+ on mesh x=2\."
     where = rf"the calls do not agree, see test_mine\.py:{line}: {first}"
     assert re.search(rf"::test_centred - AssertionError: centred: {where}$", summary[0]), summary[0]
+
+
+# What is compiled
+
+
+def compiled(call: Callable[[], object]) -> list[str]:
+    """The names of the programs that a call compiles, without those of single operations of JAX."""
+    names: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: names.extend(  # type: ignore[method-assign]
+        re.findall(r"^Compiling (?:jit\()?(\S+?)\)? with global shapes", record.getMessage())
+    )
+    logger = logging.getLogger("jax._src.interpreters.pxla")
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            call()
+    finally:
+        logger.removeHandler(handler)
+    return names
+
+
+def test_each_program_has_a_name_that_tells_what_it_is() -> None:
+    def halved(total: sm.State, x: Any) -> Any:
+        return x / 2, total.set(total.value + x.sum())
+
+    args = sm.State(0.0, reduce="sum"), X
+    specs: Any = {"in_specs": (None, P("x")), "out_specs": (P("x"), P())}
+    names = compiled(lambda: assert_equivalent(halved, args, meshes=[{"x": 2}, {"x": 4}], **specs))
+    assert [name for name in names if name.startswith("halved")] == [
+        "halved_on_mesh_in_double",
+        "halved_on_one_device_with_noise",
+        "halved",
+        "halved_on_mesh_in_double",
+        "halved",
+        "halved_on_mesh_in_jit",
+    ]
+    assert not [name for name in names if "unnamed" in name or name in ("run", "whole", "both")]
+    mapped = sm.shard_map(halved, make_mesh(), **specs)
+    assert "halved_emulated" in compiled(lambda: emulate(mapped, *args))
+    assert compiled(lambda: sm.explain(mapped, *args)) == ["halved"]
 
 
 # What a terminal shows meanwhile
