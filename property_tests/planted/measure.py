@@ -130,7 +130,7 @@ def timed(outcome: Outcome) -> Iterator[None]:
 
     find = _check.located_in
 
-    def located_in(*args: Any, **kwargs: Any) -> list[str]:
+    def located_in(*args: Any, **kwargs: Any) -> tuple[list[str], str]:
         start = time.process_time()
         found = find(*args, **kwargs)
         outcome.locating += round(time.process_time() - start, 2)

@@ -61,7 +61,7 @@ def test_the_page_on_testing_begins_with_the_real_report() -> None:
     with pytest.raises(AssertionError) as failed:
         mistake.case("float32").check()
     report = str(failed.value).replace(f"  # mistake: {mistake.name}", "")
-    report = report.replace(str(path), "models_fsdp.py")
+    report = report.replace(str(path), "models_fsdp.py").replace(path.name, "models_fsdp.py")
     # Which lines come next depends on JAX's version.
     first, found, _ = shown(DOCS / "pages" / "testing.md")[0].partition(
         "  or, less likely, here:\n"

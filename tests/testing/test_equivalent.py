@@ -236,13 +236,14 @@ def test_results_without_a_derivative_are_named() -> None:
 @pytest.mark.slow
 def test_the_line_comes_first_and_then_what_is_off() -> None:
     lines = report(centered_here, counter(), X, steps=1).splitlines()
+    number = centered_here.__code__.co_firstlineno + 1
     assert lines[:4] == [
-        "centered_here: the calls do not agree.",
+        f"centered_here: the calls do not agree, see test_equivalent.py:{number}: "
+        "centered_here(...)[0] is off by 0.1283 on mesh x=2.",
         "",
         "On mesh x=2, compared with the function on one device:",
         "  Values stop being those of one device here:",
     ]
-    number = centered_here.__code__.co_firstlineno + 1
     source = "return x - x.mean(0), seen.set(seen.value + x.sum())"
     assert lines[4].endswith(f"test_equivalent.py:{number}: {source}")
     off = "  - centered_here(...)[0]: float32[8,2], off by 0.1283 at [0, 0], where it is "

@@ -18,6 +18,7 @@ from ._check import Check, Checked
 from ._feedback import Named, is_within, path_of
 from ._other_values import as_arrays
 from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
+from ._progress import told
 from ._subject import Subject
 from ._untested import UntestedWarning
 
@@ -184,18 +185,19 @@ def assert_equivalent(
         )
     key = environment(fun, *held_by(call))
     statics = None if is_mapped else StaticLeaves({**specs, "check_vma": check_vma is not False})
-    subject = Subject(
-        name=name,
-        args=call,
-        meshes=[kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in on_meshes],
-        unsharded=unsharded,
-        steps=steps,
-        gradients=gradients,
-        tolerance=tolerance,
-        fed_back=fed_back,
-        leave_out=leave_out,
-        keep=keep,
-    )
+    with told(f"{name}: tracing"):
+        subject = Subject(
+            name=name,
+            args=call,
+            meshes=[kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in on_meshes],
+            unsharded=unsharded,
+            steps=steps,
+            gradients=gradients,
+            tolerance=tolerance,
+            fed_back=fed_back,
+            leave_out=leave_out,
+            keep=keep,
+        )
     comparisons = Check(subject)
     comparisons.run()
     checked = comparisons.conclude()

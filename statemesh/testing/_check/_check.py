@@ -16,6 +16,7 @@ import statemesh as sm
 
 from .._locate._lines import line_of
 from .._locate._locate import located_or_why
+from .._locate._located import Located
 from .._program._doubled import narrowed, widened
 from .._program._jaxprs import Equation
 from .._program._literals import lost_literals
@@ -27,6 +28,7 @@ from . import _report as report
 from ._form import form_differences
 from ._judge import Judge, Mismatch, excused, unequal_copies
 from ._programs import Chain, FunctionOnMesh, Programs, chained, results_of
+from ._progress import told
 from ._subject import Subject
 from ._untested import CallsMade, untested
 
@@ -141,13 +143,15 @@ class _Off(Exception):
     **Attributes:**
 
     - `step`: the number of the call.
-    - `lines`: what is off, in words.
+    - `what`: what is off, in a few words.
+    - `lines`: what is off, in lines of the report.
     - `count`: how many results are off.
     - `gradient`: whether only the gradient is.
     - `has_line`: whether a line of the program can be at fault.
     """
 
     step: int
+    what: str
     lines: Sequence[str]
     count: int = 1
     gradient: bool = False
@@ -168,6 +172,8 @@ class Check:
         self.subject = subject
         self.judge = Judge(subject.tolerance, subject.left_out, subject.call.exact)
         self.failed: list[str] = []
+        # What the first line of the report says of the first failure.
+        self.headline = ""
         self.agreed: list[str] = []
         # The arguments and the results of the calls on the last mesh, in double precision.
         self.calls_made: CallsMade = []
@@ -237,8 +243,11 @@ class Check:
     @contextlib.contextmanager
     def _recording(self, calls: Calls, label: str) -> Iterator[None]:
         """Note that the calls which are compared inside agree, or how they fail."""
+        number, count = self.subject.meshes.index(calls.on_mesh) + 1, len(self.subject.meshes)
+        of_mesh = f"mesh {number} of {count}"
         try:
-            yield
+            with told(f"{self.subject.name}: comparing {label} ({of_mesh})"):
+                yield
             self.agreed.append(label)
         except _Unended as stopped:
             for loop in stopped.loops:
@@ -251,7 +260,11 @@ class Check:
                 results = "1 result is" if off.count == 1 else f"{off.count} results are"
                 self.failed.append(f"{call}, {results} off too.")
                 return
-            place = located_in(calls, off.step, gradient=off.gradient) if off.has_line else []
+            gradient = off.gradient
+            with told(f"{self.subject.name}: looking for the line that goes wrong {label}"):
+                found = located_in(calls, off.step, gradient=gradient) if off.has_line else ([], "")
+            place, line = found
+            self.headline = f"{f', see {line}' if line else ''}: {off.what} {label}"
             head = f"{call}, compared with {calls.reference.what}:"
             self.failed.append("\n".join([head, *place, *off.lines]))
 
@@ -315,7 +328,7 @@ class Check:
         """Compare structures, dtypes and static values."""
         name, dtypes = f"{self.subject.name}(...)", calls.reference.is_traced
         if lines := form_differences(name, results_of(got), results_of(want), dtypes=dtypes):
-            raise _Off(step, [f"  - {line}." for line in lines], has_line=False)
+            raise _Off(step, lines[0], [f"  - {line}." for line in lines], has_line=False)
 
     def _compare_replays(self, calls: Calls, step: int) -> None:
         """Compare a call on the mesh with the reference, both in double precision."""
@@ -324,7 +337,8 @@ class Check:
             raise _Unended(loops)
         self._compare_forms(calls, step, call.results.types, right.results.types)
         if broken := calls.mesh.broken(step):
-            raise _Off(step, report.broken_promises(broken))
+            copies = "copies that should be the same differ"
+            raise _Off(step, copies, report.broken_promises(broken))
         leaves = self.subject.leaves(call.results.types, call.numbers)
         # A function of NumPy computes in its own dtypes only.
         rounding: Rounding = "double" if calls.reference.is_traced else "own"
@@ -340,7 +354,8 @@ class Check:
             compared = [leaf for leaf in leaves if leaf.number not in self.subject.left_out]
             copies = [unequal_copies(leaf, step, chains) for leaf in compared]
             if lines := [line for line in copies if line]:
-                raise _Off(step, [*lines, report.UNREDUCED])
+                what = "copies on several devices differ"
+                raise _Off(step, what, [*lines, report.UNREDUCED])
             off = self.judge.compare("own", step, leaves, chains)
             if calls.reference.is_traced and self.subject.unsharded is not False:
                 off = excused(off, functools.partial(calls.again, step))
@@ -355,8 +370,10 @@ class Check:
         # Where results are off, their gradient is off in consequence.
         count = self.subject.count
         shown = [mismatch for mismatch in off if mismatch.leaf.number < count] or off
-        lines = report.results(_with_arrays_of_mesh(calls, shown))
-        raise _Off(step, lines, count=len(shown), gradient=shown[0].leaf.number >= count)
+        shown = _with_arrays_of_mesh(calls, shown)
+        what, lines = report.headline(shown), report.results(shown)
+        gradient = shown[0].leaf.number >= count
+        raise _Off(step, what, lines, count=len(shown), gradient=gradient)
 
     def conclude(self) -> Checked:
         """What was checked.
@@ -365,7 +382,7 @@ class Check:
         """
         subject = self.subject
         if self.failed:
-            parts = [f"{subject.name}: the calls do not agree.", *self.failed]
+            parts = [f"{subject.name}: the calls do not agree{self.headline}.", *self.failed]
             if self.agreed:
                 parts.append(f"It agrees {', '.join(self.agreed)}.")
             if subject.in_a_row > 1 and subject.feed_back:
@@ -435,15 +452,15 @@ def _with_arrays_of_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch
     return [dataclasses.replace(x, leaf=leaf) for x, leaf in zip(shown, on_mesh, strict=True)]
 
 
-def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
-    """Lines on the place in the program; none where it cannot be found.
+def located_in(calls: Calls, step: int, *, gradient: bool) -> tuple[list[str], str]:
+    """Lines on the place in the program, and the file and number of its line; none where it cannot be found.
 
     Simple values, such as those that Hypothesis shrinks to, hide the place: many lines compute the same from
     zeros. Then other values are tried first.
     """
     subject = calls.subject
     if subject.unsharded is False or not calls.reference.is_traced:
-        return []
+        return [], ""
     reference = subject.unsharded or subject.meshes[0].mapped.unsharded
     args_of_call = narrowed(calls.mesh.exact[step].args)
     tried = [(args_of_call, False)]
@@ -459,8 +476,9 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
         )
         if place is not None:
             lines = [f"  {line}" for line in str(place).splitlines()]
-            return ["  With generic values:", *lines] if generic else lines
-    return []
+            line = place.line if isinstance(place, Located) else ""
+            return ["  With generic values:", *lines] if generic else lines, line
+    return [], ""
 
 
 def _is_simple(x: PyTree) -> bool:

@@ -205,6 +205,8 @@ class Programs:
     - `what`: what it is called where results are compared with those that it gives.
     - `context`: makes the context in which it is traced.
     - `is_traced`: whether JAX can trace it. A function of NumPy has only the results that it gives.
+    - `program`: what the names of its programs begin with, which JAX logs when it compiles them. Left empty,
+        the function on one device gives it its name.
 
     **Attributes:**
 
@@ -219,9 +221,11 @@ class Programs:
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
         *,
         is_traced: bool = True,
+        program: str = "",
     ) -> None:
         self.what, self.is_traced = what, is_traced
         self.call, self._context = with_gradient(fun, selected), context
+        self.program = program or f"{name_of(fun)}_on_one_device"
         self._doubled: Recent[Doubled] = Recent()
         # JAX would keep the programs for all static values that were ever given.
         self._compiled: Recent[Fun] = Recent()
@@ -233,7 +237,7 @@ class Programs:
         def new() -> Doubled:
             with self._context():
                 traced = trace_exactly(self.call, treedef, leaves)
-            return Doubled(name_of(self.call), traced, leaves)
+            return Doubled(name_of(self.call), self.program, traced, leaves)
 
         return self._doubled.get((treedef, *map(leaf_key, leaves)), new)
 
@@ -250,6 +254,7 @@ class Programs:
             result, rest = eqx.partition(self.call(*args, **kwargs), is_array_or_type)
             return result, StaticLeaves(rest)
 
+        whole.__name__ = f"{self.program}_in_jit"
         new = lambda: jax.jit(whole, compiler_options=compile_fast())
         with self._context():
             result, rest = self._compiled.get(StaticLeaves(statics), new)(arrays)
@@ -426,14 +431,16 @@ class FunctionOnMesh:
         """The programs that give the results and the gradient, on the mesh or on one device."""
 
         def new() -> Programs:
-            mapped = self.mapped
+            mapped, name = self.mapped, name_of(self.mapped)
             if selected.constant:
                 mapped = self._map(_with_constants(self.fun, selected.constant))
             if unsharded:
-                return Programs("the function on one device", mapped.unsharded, selected)
+                what, program = "the function on one device", f"{name}_on_one_device"
+                return Programs(what, mapped.unsharded, selected, program=program)
             context = self._set_mesh if selected else nullcontext
             # Where results depend on the mesh, each mesh has a reference of its own.
-            return Programs("what emulate gives", mapped, selected, context)
+            what, program = "what emulate gives", f"{name}_on_mesh"
+            return Programs(what, mapped, selected, context, program=program)
 
         return self._programs.get((selected, unsharded), new)
 

@@ -30,19 +30,35 @@ def _result(mismatch: Mismatch) -> str:
     return f"{head}, {_off(mismatch)}."
 
 
+def headline(shown: Sequence[Mismatch]) -> str:
+    """The first result that is off, and how many more there are."""
+    first, more = shown[0], len(shown) - 1
+    if not first.same_shape:
+        off = f"of shape {first.leaf.value.shape}, should be {first.want.shape},"
+    elif _is_finite(first):
+        off = f"off by {float(first.deviation[first.worst]):.4g}"
+    else:
+        off = f"{short(first.leaf.value[first.worst].item())}, should be "
+        off += f"{short(first.want[first.worst].item())},"
+    others = f" and {more} more {'is' if more == 1 else 'are'} off" if more else ""
+    return f"{first.leaf.path} is {off}{others}"
+
+
+def _is_finite(mismatch: Mismatch) -> bool:
+    both = mismatch.leaf.value, mismatch.want
+    return all(math.isfinite(abs(x[mismatch.worst].item())) for x in both)
+
+
 def _off(mismatch: Mismatch) -> str:
     at = mismatch.worst
-    got, want, allowed = (
-        mismatch.leaf.value[at].item(),
-        mismatch.want[at].item(),
-        float(mismatch.allowed[at]),
-    )
+    got, want = mismatch.leaf.value[at].item(), mismatch.want[at].item()
+    allowed = float(mismatch.allowed[at])
     index = f" at {list(at)}" if at else ""
-    if not (math.isfinite(abs(got)) and math.isfinite(abs(want))):
-        off = f"{short(got)}{index}, should be {short(want)}"
-    else:
+    if _is_finite(mismatch):
         amount = float(mismatch.deviation[at])
         off = f"off by {amount:.4g}{index}, where it is {short(got)} and should be {short(want)}"
+    else:
+        off = f"{short(got)}{index}, should be {short(want)}"
     if not mismatch.leaf.parts:
         there = ""
     elif len(mismatch.shards) == len(mismatch.leaf.parts):

@@ -90,6 +90,7 @@ class Evaluator(Replay):
         def run(values: list[Stacked]) -> list[Stacked]:
             return self._equation(node.eqn, values, Frame(node.scope, self.no_differences))
 
+        run.__name__ = f"locate_{node.name}"
         # In narrow dtypes the rounding must be that of a program that is compiled as usual.
         fast = _COMPILE_FAST if self.wide and jax.default_backend() == "cpu" else None
         return jax.jit(run, compiler_options=fast)

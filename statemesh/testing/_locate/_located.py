@@ -5,6 +5,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 
+from ..._base._libraries import shown
 from .. import _errors as errors
 from .._program._numbers import distances, numbers
 from .._types import AnyLeaf, Numbers
@@ -103,6 +104,12 @@ class Located:
     cause: str | None = None
     gradient: bool = False
     rounding: bool = False
+
+    @property
+    def line(self) -> str:
+        """The file and the number of the likeliest line; empty if no line of the user's is named."""
+        first = self.places[0]
+        return f"{shown(first.file)}:{first.line}" if first.file else ""
 
     def __str__(self) -> str:
         first, *others = self.places

@@ -94,6 +94,11 @@ class Called:
 class Doubled:
     """A traced call, with its replays in double precision.
 
+    **Arguments:**
+
+    - `name`: the name of the function in messages.
+    - `program`: what the names of its programs begin with, which JAX logs when it compiles them.
+
     **Attributes:**
 
     - `trace`: the traced call.
@@ -101,13 +106,15 @@ class Doubled:
     - `loops`: whether it has loops that might not end.
     """
 
-    def __init__(self, name: str, traced: Trace, args: Sequence[AnyLeaf]) -> None:
+    def __init__(self, name: str, program: str, traced: Trace, args: Sequence[AnyLeaf]) -> None:
+        self._program = program
         self.trace, jaxpr = traced, traced.closed.jaxpr
         self._inputs = [k for k, x in enumerate(args) if is_array_or_type(x)]
         self._outputs = [
             k for k, x in enumerate(jax.tree.leaves(traced.form)) if is_array_or_type(x)
         ]
         self._replay = Replay(name, jaxpr)
+        self._replay.__name__ = f"{program}_in_double"
         self._replay.arithmetic = arithmetic = Promoted(traced.exact)
         self.own_dtype, self.loops = arithmetic.own_dtype, self._replay.loops
         self._exact = jax.jit(self._replay, compiler_options=compile_fast())
@@ -119,6 +126,7 @@ class Doubled:
         def run(noise: Any, *arrays: Any) -> Any:
             return self._replay(*arrays, arithmetic=Noisy(noise, rounded, self.trace.exact))
 
+        run.__name__ = f"{self._program}_with_noise"
         return jax.jit(run, compiler_options=compile_fast())
 
     def __call__(

@@ -95,10 +95,12 @@ class Replay:
     **Attributes:**
 
     - `arithmetic`: how it computes.
+    - `__name__`: the name under which JAX compiles it, and logs that.
     """
 
     def __init__(self, name: str, jaxpr: Jaxpr, most_rounds: int | None = MOST_ROUNDS) -> None:
         self.name, self.jaxpr, self.most_rounds = name, jaxpr, most_rounds
+        self.__name__ = f"{name}_emulated"
         self.arithmetic = OwnDtypes()
         self.promises = list(_promises(jaxpr))
         self._promise_numbers = {(id(p.eqn), p.index): i for i, p in enumerate(self.promises)}
