@@ -56,6 +56,13 @@ def test_noise_is_spread_over_a_roundoff_and_other_for_the_next_number(x: Any, r
         assert abs(np.corrcoef(parts[:-step], parts[step:])[0, 1]) < 0.1
 
 
+def test_an_array_that_is_made_empty_is_not_rounded() -> None:
+    (eqn,) = jax.make_jaxpr(lambda: lax.empty((2,), "float32"))().eqns
+    with jax.enable_x64(True):
+        (made,) = Noisy(jnp.array([0.0, 1.0, 1.0]), frozenset(), Exact()).bind(eqn, [])
+    assert made.shape == (2,)
+
+
 # Mistakes that are larger than rounding
 
 
