@@ -20,7 +20,7 @@ import re
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from .case import Case
 
@@ -92,11 +92,11 @@ def mistakes() -> tuple[Mistake, ...]:
     return tuple(found for model in MODELS for found in _mistakes_in(model))
 
 
-def one_of_each() -> list[Mistake]:
-    """One mistake of each kind that can be found, taken from the models in turn."""
+def one_of_each(models: Collection[str]) -> list[Mistake]:
+    """One mistake of each kind that can be found, taken from these models in turn."""
     by_kind: dict[str, list[Mistake]] = {}
     for mistake in mistakes():
-        if mistake.detectable:
+        if mistake.detectable and mistake.model in models:
             by_kind.setdefault(mistake.kind, []).append(mistake)
     taken: list[Mistake] = []
     for those in by_kind.values():
