@@ -1,4 +1,4 @@
-"""A VQ-VAE: nearest codes, straight-through gradients by hand, averaged counts and sums, dead codes revived."""
+"""A VQ-VAE: nearest codes, straight-through gradients, running counts and sums, dead codes revived."""
 
 from typing import Any, NamedTuple
 
@@ -104,8 +104,6 @@ def revived(
     pick = jax.random.randint(key, (CODES,), 0, len(everyone))
     # mistake: picked-among-the-first (count of a shard)
     #     pick = jax.random.randint(key, (CODES,), 0, len(z))
-    # mistake: picked-by-each-shard (key of a shard)
-    #     pick = jax.random.randint(jax.random.fold_in(key, lax.axis_index("data")), (CODES,), 0, len(everyone))
     return jnp.where(dead, 1, counts), jnp.where(dead[:, None], everyone[pick], sums)
 
 
@@ -153,6 +151,8 @@ def perplexity(assigned: jax.Array) -> jax.Array:
 
 def step(coder: Coder, x: jax.Array) -> tuple[Coder, jax.Array, dict[str, jax.Array]]:
     key, noise, revival = jax.random.split(coder.key, 3)
+    # mistake: keys-of-each-shard (key of a shard)
+    #     key, noise, revival = jax.random.split(jax.random.fold_in(coder.key, lax.axis_index("data")), 3)
     used = x[:, 0] > -1
     mean = 0.9 * coder.mean.value + 0.1 * lax.pmean(x.mean(0), "data")
     # mistake: mean-of-a-shard (statistics of a shard)
@@ -171,7 +171,10 @@ def step(coder: Coder, x: jax.Array) -> tuple[Coder, jax.Array, dict[str, jax.Ar
     #     grads = lax.pmean(grads, "data")
     new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
     assigned = jax.nn.one_hot(index, CODES, dtype=x.dtype) * used[:, None]
+    far = distances(codes, z).min(1).max()
     coder = learned(coder, revival, z, assigned)
+    # mistake: revival-by-each-shard (key of a shard)
+    #     coder = learned(coder, jax.random.fold_in(revival, lax.axis_index("data")), z, assigned)
     coder = coder.replace(
         params=new,
         key=key,
@@ -179,9 +182,9 @@ def step(coder: Coder, x: jax.Array) -> tuple[Coder, jax.Array, dict[str, jax.Ar
         chosen=coder.chosen.value + assigned.sum(0).astype("int32"),
         # mistake: chosen-summed-already (doubled psum)
         #     chosen=coder.chosen.value + lax.psum(assigned.sum(0), "data").astype("int32"),
-        farthest=jnp.maximum(coder.farthest.value, distances(codes, z).min(1).max()),
+        farthest=jnp.maximum(coder.farthest.value, far),
         # mistake: farthest-of-the-mean (pmean for pmax)
-        #     farthest=jnp.maximum(coder.farthest.value, lax.pmean(distances(codes, z).min(1).max(), "data")),
+        #     farthest=jnp.maximum(coder.farthest.value, lax.pmean(far, "data")),
     )
     numbers = {"loss": lax.psum(loss, "data"), "perplexity": perplexity(assigned)}
     # mistake: losses-averaged (pmean for psum)

@@ -131,13 +131,14 @@ def step(mixture: Mixture, x: jax.Array) -> tuple[Mixture, jax.Array, dict[str, 
     rate = ((mixture.calls.value + 2) ** -0.6).astype(x.dtype)
     # mistake: rate-of-all-shards (count of the mesh)
     #     rate = ((mixture.calls.value + 1 + lax.axis_size("data")) ** -0.6).astype(x.dtype)
-    running = jax.tree.map(lambda a, b: a + rate * (b - a), mixture.statistics.value, found)
+    old = mixture.statistics.value
+    running = jax.tree.map(lambda a, b: a + rate * (b - a), old, found)
     # mistake: found-added-on-every-shard (doubled psum)
-    #     running = jax.tree.map(lambda a, b: a + lax.psum(rate * (b - a), "data"), mixture.statistics.value, found)
+    #     running = jax.tree.map(lambda a, b: a + lax.psum(rate * (b - a), "data"), old, found)
     counts, sums, squares = running
     # mistake: statistics-of-the-last-call (stale value)
     #     unseen: one device uses the old ones too
-    #     counts, sums, squares = mixture.statistics.value
+    #     counts, sums, squares = old
     means = sums / counts[:, None]
     variances = squares / counts[:, None] - means**2 + SMOOTHING * spread(x)
     weights = counts / lax.psum(counts.sum(), "parts")
