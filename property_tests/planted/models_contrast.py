@@ -34,9 +34,11 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 def make_towers(dtype: str) -> Towers:
+    """Towers that have learned something: some images are nearest to their texts."""
     text = normal(dtype, WORDS, WIDTH, seed=2)
+    image = text[:PIXELS] + normal(dtype, PIXELS, WIDTH, seed=1) / 4
     return Towers(
-        image=sm.ParamState(normal(dtype, PIXELS, WIDTH, seed=1)),
+        image=sm.ParamState(image),
         text=sm.ParamState(text),
         log_scale=sm.ParamState(jnp.ones((), dtype)),
         teacher=sm.State(text * 0.8),
@@ -88,7 +90,7 @@ def likelihoods(
     labels = first_row(len(queries)) + jnp.arange(len(queries))
     # mistake: labels-of-a-shard (row index not offset)
     #     labels = jnp.arange(len(queries))
-    # mistake: labels-one-too-far (off by one)
+    # mistake: labels-one-too-early (off by one)
     #     labels = jnp.arange(len(queries)) + lax.axis_index("data") * (len(queries) - 1)
     chosen = logits[jnp.arange(len(queries)), labels]
     return jax.nn.logsumexp(logits, 1) - chosen, logits.argmax(1) == labels
@@ -183,7 +185,8 @@ def step(
 
 
 def case(dtype: str) -> Case:
-    images, texts = normal(dtype, ROWS, PIXELS, seed=4), normal(dtype, ROWS, WORDS, seed=5)
+    images = normal(dtype, ROWS, PIXELS, seed=4)
+    texts = jnp.pad(images, ((0, 0), (0, 1))) + normal(dtype, ROWS, WORDS, seed=5) / 4
     return Case(
         step,
         (make_towers(dtype), images, texts),
