@@ -45,7 +45,7 @@ def opened(jaxpr: Jaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def is_literal(atom: Atom) -> TypeGuard[core.Literal]:
+def is_literal(atom: object) -> TypeGuard[core.Literal]:
     return isinstance(atom, core.Literal)
 
 
