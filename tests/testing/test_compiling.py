@@ -1,0 +1,23 @@
+"""How programs of a check are compiled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from statemesh.testing._program._doubled import compile_fast, compile_unfused
+
+
+def test_operations_stay_apart_in_programs_that_run_a_few_times() -> None:
+    def of_next(x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.tanh(x + 1)
+        return x
+
+    def text(options: Callable[[], Any]) -> str:
+        lowered = jax.jit(of_next).lower(jnp.ones((8, 4)))
+        return str(lowered.compile(compiler_options=options()).as_text())
+
+    assert " fusion(" in text(compile_fast)
+    assert " fusion(" not in text(compile_unfused)
