@@ -33,8 +33,8 @@ def compile_unfused() -> dict[str, int | str] | None:
     """`compile_fast`, and operations stay apart.
 
     XLA copies into each fusion what its results need, so that a program in which one state leads to the next
-    would compile in a time that grows with the square of their number. The program with noise is an exception:
-    its hashes compile faster fused.
+    would compile in a time that grows with the square of their number. The program with noise is the other
+    way round: its hashes compile faster fused.
     """
     options = compile_fast()
     return None if options is None else {**options, "xla_disable_hlo_passes": "fusion"}
