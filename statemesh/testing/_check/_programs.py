@@ -16,7 +16,7 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._caches import Recent, is_hashable, static_key
-from .._program._doubled import Called, Doubled, Wide, compile_fast, narrowed
+from .._program._doubled import Called, Doubled, Wide, compile_unfused, narrowed
 from .._program._jaxprs import Equation
 from .._program._numbers import (
     FACTOR_OF_COPIES,
@@ -255,7 +255,7 @@ class Programs:
             return result, StaticLeaves(rest)
 
         whole.__name__ = f"{self.program}_in_jit"
-        new = lambda: jax.jit(whole, compiler_options=compile_fast())
+        new = lambda: jax.jit(whole, compiler_options=compile_unfused())
         with self._context():
             result, rest = self._compiled.get(StaticLeaves(statics), new)(arrays)
         return eqx.combine(result, rest.tree)

@@ -26,9 +26,20 @@ from ._trace import (
 )
 
 
-def compile_fast() -> dict[str, int] | None:
+def compile_fast() -> dict[str, int | str] | None:
     """Options for a program that runs a few times: it need not be fast, but it must compile fast."""
     return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+
+def compile_unfused() -> dict[str, int | str] | None:
+    """`compile_fast`, and operations stay apart.
+
+    XLA copies into each fusion what its results need, so that a program in which one state leads to the next
+    would compile in a time that grows with the square of their number. The program with noise is the other
+    way round: its hashes compile faster fused.
+    """
+    options = compile_fast()
+    return None if options is None else {**options, "xla_disable_hlo_passes": "fusion"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +128,7 @@ class Doubled:
         self._replay.__name__ = f"{program}_in_double"
         self._replay.arithmetic = arithmetic = Promoted(traced.exact)
         self.own_dtype, self.loops = arithmetic.own_dtype, self._replay.loops
-        self._exact = jax.jit(self._replay, compiler_options=compile_fast())
+        self._exact = jax.jit(self._replay, compiler_options=compile_unfused())
         self._noisy: Recent[Fun] = Recent()
         with jax.enable_x64(True):
             self._consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
