@@ -440,6 +440,19 @@ def test_a_change_that_puts_all_right(
     assert change is ... or found.cause == said
 
 
+def weighted(x: Any, y: Any) -> Any:
+    return x * y * (1.0 + lax.axis_index("data"))  # weighted
+
+
+def test_a_line_that_is_called_with_operands_in_another_order() -> None:
+    """The operand that is as large as the product is not the same in each call."""
+
+    def both(x: Any) -> Any:
+        return jnp.stack([weighted(x, x[:, :1]), weighted(x[:, :1], x)], 1)
+
+    assert located(both).places[0].line == line_with("weighted")
+
+
 def part_of(x: Any) -> Any:
     return x.sum(0)  # handed on
 

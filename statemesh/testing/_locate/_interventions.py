@@ -360,9 +360,10 @@ def _added(length: int, name: Hashable) -> str:
 
 def _left_out(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
     """One operand in the place of what is made of two."""
-    aval = nodes[0].eqn.outvars[0].aval
-    for k, var in enumerate(nodes[0].eqn.invars if nodes[0].name in _LEFT_OUT else ()):
-        if str(var.aval) == str(aval):
+    aval = str(nodes[0].eqn.outvars[0].aval)
+    for k in range(len(nodes[0].operands) if nodes[0].name in _LEFT_OUT else 0):
+        # A line that is called several times may broadcast another operand each time.
+        if all(str(node.eqn.invars[k].aval) == aval for node in nodes):
             yield 1, {node.results[0]: _same(node.operands[k]) for node in nodes}, ""
 
 
