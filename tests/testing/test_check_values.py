@@ -182,7 +182,7 @@ def test_numbers_that_only_double_precision_shows_are_named(large: float, named:
 
 def within(x: Any) -> Any:
     total = lax.psum(jnp.square(x).sum(0), "x")
-    large = jnp.round(total * 1000).astype(jnp.int32)
+    large = jnp.round(jnp.sqrt(total) * 1000).astype(jnp.int32)
     count = lax.psum(jnp.int32(len(x)), "x")
     many = jnp.arange(20) + x[0, 0] * 0
     many = lax.pmax(many, "x")
