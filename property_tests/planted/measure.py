@@ -53,8 +53,8 @@ class Outcome:
 
     **Attributes:**
 
-    - `result`: `found` (an `AssertionError`), `raised` (another error: the call or the check refused),
-        `silent`, or `timed out`.
+    - `result`: `found` (an `AssertionError`, or a `RangeWarning` where a mistake is planted), `raised`
+        (another error: the call or the check refused), `silent`, or `timed out`.
     - `text`: the first line of what was raised, with its type.
     - `report`: all of what was raised.
     - `warned`: the first lines of the warnings.
@@ -94,6 +94,8 @@ def tasks(kinds: list[str], models: list[str]) -> list[Task]:
 
 def run(task: Task) -> Outcome:
     """In this process."""
+    from statemesh.testing import RangeWarning
+
     from .delicate import DELICATE
     from .mistakes import mistakes, right_case
 
@@ -119,6 +121,10 @@ def run(task: Task) -> Outcome:
             outcome.text = f"{type(error).__name__}: {first[0]}"
             outcome.report = str(error)
     outcome.seconds = round(time.monotonic() - start, 2)
+    if of_range := [one for one in warned if issubclass(one.category, RangeWarning)]:
+        # Of a right program it is no alarm.
+        outcome.result = "found" if task.kind == "planted" else outcome.result
+        outcome.report = outcome.text = f"RangeWarning: {of_range[0].message}"
     outcome.warned = tuple(str(one.message).splitlines()[0] for one in warned if str(one.message))
     return outcome
 

@@ -4,6 +4,7 @@ from . import _hypothesis as _hypothesis
 from ._budget import assert_budget as assert_budget
 from ._check._assert_equivalent import assert_equivalent as assert_equivalent
 from ._check._check import Checked as Checked
+from ._check._untested import RangeWarning as RangeWarning
 from ._check._untested import UntestedWarning as UntestedWarning
 from ._locate._locate import locate as locate
 from ._locate._located import Located as Located

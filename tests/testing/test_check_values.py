@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh.testing import UntestedWarning, assert_equivalent
-from statemesh.testing._program._counters import counters
+from statemesh.testing import RangeWarning, UntestedWarning, assert_equivalent
+from statemesh.testing._check._other_values import counts
+from statemesh.testing._program._counters import counters, limits_of
 from statemesh.testing._program._literals import Exact
 from statemesh.testing._program._noise import Noisy
 from tests.helpers import slow
@@ -377,25 +378,96 @@ USES: list[tuple[bool, Any]] = [
 
 def test_which_integers_count() -> None:
     mesh = AbstractMesh((2,), ("x",))
-    for counts, use in USES:
+    for is_count, use in USES:
         mapped = sm.shard_map(use, mesh, (P(), P("x")), P("x"), check_vma=False)
         closed = jax.make_jaxpr(mapped)(np.int32(0), X)
-        assert counters(closed) == ({0} if counts else set()), closed
+        assert counters(closed) == ({0} if is_count else set()), closed
 
 
-# Large values, and NaN on one shard
+def test_counts_reach_what_the_program_compares_them_with() -> None:
+    def scheduled(step: Any, x: Any) -> Any:
+        warm = jnp.minimum(1.0, step / 77)
+        rate = jnp.where(step >= 1000, 0.1, 1.0) * jnp.where(step % 250 == 0, 2, 1)
+        return x * warm * rate * lax.switch(step, [lambda: 1.0, lambda: 2.0, lambda: 3.0])
+
+    closed = jax.make_jaxpr(scheduled)(np.int32(0), X)
+    assert limits_of(closed, counters(closed)) == [0, 1, 2, 77, 250, 1000]
+    assert limits_of(closed, frozenset()) == []
+    assert counts([0, 1, 77]) == [4, 9, 76, 77, 78, 99]
+    assert counts([]) == [4, 9, 99]
+
+
+def late(step: Any, x: Any) -> Any:
+    total = lax.psum(x.sum(), "x")
+    return {
+        "right": jnp.where(step >= 1000, 2 * total, total),
+        "mistaken": jnp.where(step >= 1000, lax.pmean(x.sum(), "x"), total),
+    }
+
+
+def test_what_begins_at_a_count_is_found() -> None:
+    text = assert_accused({"mistaken"}, late, np.int32(0), X, in_specs=(P(), P("x")))
+    assert "with generic values and counters at 1000" in text
+
+
+# What is chosen by numbers
+
+
+def test_sides_that_no_call_takes_are_named() -> None:
+    def chooses(x: Any) -> Any:
+        total, most = lax.psum(x.sum(), "x"), 9 * lax.psum(jnp.abs(x).sum(), "x")
+        a = jnp.where(total > most, 0.0, total)  # never so large
+        b = jnp.where(total > 0, total, 0.0)
+        c = jnp.clip(total, -most, most)  # never so far
+        return a + b + c + jnp.minimum(total, 3.0) + jax.nn.relu(total)
+
+    found = {words.split("`: ")[1]: words for words in check(chooses, X).untaken}
+    assert sorted(found) == ["it changed no number", "its condition was never true"]
+    assert "# never so large" in found["its condition was never true"]
+    assert "# never so far" in found["it changed no number"]
+
+
+def test_a_branch_that_no_call_takes_is_warned_of() -> None:
+    def branches(x: Any) -> Any:
+        total, most = lax.psum(x.sum(), "x"), 9 * lax.psum(jnp.abs(x).sum(), "x")
+        return lax.cond(total > most, lambda: 0.0, lambda: total)
+
+    said = "its condition was never true, so that it is not tested"
+    with pytest.warns(UntestedWarning, match=said):
+        check(branches, X)
+
+
+def small_norm(x: Any) -> Any:
+    total, norm = lax.psum(x.sum(), "x"), lax.psum(jnp.abs(x).sum(), "x")
+    return {
+        "right": jnp.where(norm < 1e-3, total, 2 * total),
+        "mistaken": jnp.where(norm < 1e-3, lax.pmean(x.sum(), "x"), 2 * total),
+    }
+
+
+def test_what_is_chosen_below_a_threshold_is_found() -> None:
+    text = assert_accused({"mistaken"}, small_norm, X)
+    assert "On mesh x=2 with values up to " in text
+
+
 # Large values, and NaN on one shard
 
 
 @pytest.mark.slow
-def test_an_overflow_of_float16_on_the_mesh_is_found() -> None:
+def test_an_overflow_of_float16_on_the_mesh_is_a_finding_about_range() -> None:
     def half_means(x: Any) -> Any:
         # JAX takes the mean of a shard's rows in float32, but not the sum of the shards' means.
-        overflows = lax.psum(jnp.abs(x).mean(0), "x") / lax.axis_size("x")
+        overflows = lax.psum(jnp.abs(x).mean(0), "x") / lax.axis_size("x")  # here
         return {"right": lax.pmean(x.mean(0), "x"), "overflows": overflows}
 
-    text = assert_accused({"overflows"}, half_means, jnp.asarray(X, jnp.float16), meshes=[{"x": 4}])
-    assert "with large values" in text and "inf" in text
+    x = jnp.asarray(X, jnp.float16)
+    with pytest.warns(
+        RangeWarning, match="on mesh x=4 with large values, see .*test_check_values.py"
+    ):
+        (text,) = check(half_means, x, meshes=[{"x": 4}]).overflows
+    assert text.startswith("half_means(...)['overflows'] is inf, should be ")
+    # Data that is so large itself is the caller's: there it is a mistake.
+    assert "inf" in report(half_means, 3e4 + 0 * x, meshes=[{"x": 4}])
 
 
 @pytest.mark.slow

@@ -169,7 +169,8 @@ def test_every_draw_is_found() -> None:
     names = ["alone", "jit", "fold", "cond", "scan a", "scan b", "while"]
     keys = {name: jax.random.key(k) for k, name in enumerate([*names, "split", "carried"])}
     said = check(lambda keys, x: (x + draw(keys), keys), keys, X)
-    assert said == [draws_the_same(f"args[0]['{name}']") for name in sorted(names)]
+    assert said[:-1] == [draws_the_same(f"args[0]['{name}']") for name in sorted(names)]
+    assert said[-1].endswith("its condition was never false, so that it is not tested.")
 
 
 # What is left out

@@ -20,7 +20,7 @@ from ._other_values import as_arrays
 from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
 from ._progress import told
 from ._subject import Subject
-from ._untested import UntestedWarning
+from ._untested import RangeWarning, UntestedWarning
 
 
 @functools.partial(without_own_frames, says_so=False)
@@ -85,7 +85,8 @@ def assert_equivalent(
     shard, with a guess at the cause. Errors of `fun` or of the call come through, with a note that says on
     which mesh. `StatemeshError` for meshes of more devices than there are, and for what cannot be replayed.
 
-    **Warns:** `UntestedWarning` where the check passes without testing what it could be expected to test.
+    **Warns:** `UntestedWarning` where the check passes without testing what it could be expected to test;
+    `RangeWarning` where nothing but the range of float16 is too small on a mesh.
 
     With n meshes there are 2 (n + 1) compiles, and n of them are optimized.
 
@@ -203,4 +204,6 @@ def assert_equivalent(
     checked = comparisons.conclude()
     for text in checked.untested:
         warnings.warn(text, UntestedWarning, stacklevel=stacklevel())
+    for text in checked.overflows:
+        warnings.warn(text, RangeWarning, stacklevel=stacklevel())
     return checked

@@ -14,11 +14,12 @@ import numpy as np
 
 import statemesh as sm
 
-from .._locate._lines import line_of
 from .._locate._locate import located_or_why
 from .._locate._located import Located
-from .._program._doubled import narrowed, widened
+from .._program._choices import Choice
+from .._program._doubled import Doubled, narrowed, widened
 from .._program._jaxprs import Equation
+from .._program._lines import line_of
 from .._program._literals import lost_literals
 from .._program._numbers import Rounding, numbers
 from .._program._trace import on_one_device
@@ -52,6 +53,9 @@ class Checked:
         small as rounding were not seen.
     - `lost`: the numbers of which the dtypes of the program leave 0, 1 or -1, in words: 0.9999 is 1 in
         bfloat16.
+    - `untaken`: the sides of conditions and limits in the user's lines that no call has taken, in words.
+    - `overflows`: the results that overflow in float16 on a mesh only, where the data is near the largest
+        number of float16, in words. Each is a `RangeWarning` too.
 
     !!! example
 
@@ -77,7 +81,12 @@ class Checked:
     untested: tuple[str, ...]
     own_dtype: tuple[str, ...]
     lost: tuple[str, ...]
+    untaken: tuple[str, ...]
+    overflows: tuple[str, ...]
 
+
+# So many thresholds of the program are tried, with values of their size and of this part of it.
+MOST_THRESHOLDS, SMALL = 3, 0.01
 
 # Says of a mismatch whether it is a mistake.
 Counts: TypeAlias = Callable[[Mismatch], bool]
@@ -148,6 +157,7 @@ class _Off(Exception):
     - `count`: how many results are off.
     - `gradient`: whether only the gradient is.
     - `has_line`: whether a line of the program can be at fault.
+    - `of_range`: whether nothing but the range of a dtype is at fault.
     """
 
     step: int
@@ -156,6 +166,7 @@ class _Off(Exception):
     count: int = 1
     gradient: bool = False
     has_line: bool = True
+    of_range: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -172,6 +183,7 @@ class Check:
         self.subject = subject
         self.judge = Judge(subject.tolerance, subject.left_out, subject.call.exact)
         self.failed: list[str] = []
+        self.overflows: list[str] = []
         # What the first line of the report says of the first failure.
         self.headline = ""
         self.agreed: list[str] = []
@@ -203,10 +215,10 @@ class Check:
             self._compared(calls)
         for calls in usual:
             self._later(calls)
+        self._near_thresholds()
         # What a narrow dtype makes of large values is mostly rounding.
-        overflow: Counts = lambda mismatch: mismatch.is_overflow
         large = values.large(subject.args, subject.keep)
-        for calls in self._with("large values", large, counts_on_devices=overflow, extreme=True):
+        for calls in self._with("large values", large, counts_on_devices=_overflows, extreme=True):
             self._compared(calls)
         with_nan = values.one_nan(subject.args, subject.keep, subject.call.split)
         if with_nan is None:
@@ -224,14 +236,46 @@ class Check:
             args = subject.feed(args, values.as_arrays(narrowed(calls.right.exact[0].results)))
         counters = subject.call.counters & values.free(args, subject.keep)
         fed_back = dict(subject.feed_back.numbers)
-        counts = values.COUNTS if counters else values.COUNTS[:1] if is_fed else ()
-        for count in counts:
+        limits = subject.call.counted_to if counters else []
+        every = values.counts(limits) if counters else values.COUNTS[:1] if is_fed else ()
+        for count in every:
             if self.failed:
                 return
             new = values.later(args, subject.keep, fed_back, counters, count)
             what = f"counters at {count}" if counters else "the next batch"
             label = f"{calls.label} and {what}"
             self._compared(dataclasses.replace(calls, label=label, args=new, on_devices=False))
+
+    def _near_thresholds(self) -> None:
+        """Compare calls with values at which what was not chosen so far may be chosen."""
+        subject = self.subject
+        found = {x for program in self._replayed() for x in program.thresholds}
+        tried = sorted(found)[:MOST_THRESHOLDS]
+        # A norm of small numbers may still be above its threshold.
+        for size in dict.fromkeys(size for x in tried for size in (x, x * SMALL)):
+            if self.failed or not self._untaken():
+                return
+            new = values.within(subject.args, subject.keep, 2 * size)
+            for calls in self._with(f"values up to {2 * size:.4g}", new, on_devices=False):
+                self._compared(calls)
+
+    def _replayed(self) -> list[Doubled]:
+        """The programs that were replayed, on each mesh and on one device."""
+        subject = self.subject
+        both = [
+            f(on_mesh) for on_mesh in subject.meshes for f in (subject.programs, subject.reference)
+        ]
+        return [programs.of(subject.types) for programs in both if programs.is_traced]
+
+    def _untaken(self) -> dict[str, Choice]:
+        """The sides of choices that no call has taken, neither on a mesh nor on one device, in words."""
+        choices, taken = {}, set()
+        for program in self._replayed():
+            for (choice, side), was_taken in program.sides.items():
+                words = report.untaken(line_of(choice.eqn), choice.unseen[side])
+                choices[words] = choice
+                taken.update([words] if was_taken else [])
+        return {words: choice for words, choice in choices.items() if words not in taken}
 
     def _with(self, what: str, args: Args, **options: Any) -> list[Calls]:
         """A call on each mesh with other values."""
@@ -264,6 +308,9 @@ class Check:
             with told(f"{self.subject.name}: looking for the line that goes wrong {label}"):
                 found = located_in(calls, off.step, gradient=gradient) if off.has_line else ([], "")
             place, line = found
+            if off.of_range:
+                self.overflows.append(report.overflow(off.what, label, line))
+                return
             self.headline = f"{f', see {line}' if line else ''}: {off.what} {label}"
             head = f"{call}, compared with {calls.reference.what}:"
             self.failed.append("\n".join([head, *place, *off.lines]))
@@ -373,7 +420,9 @@ class Check:
         shown = _with_arrays_of_mesh(calls, shown)
         what, lines = report.headline(shown), report.results(shown)
         gradient = shown[0].leaf.number >= count
-        raise _Off(step, what, lines, count=len(shown), gradient=gradient)
+        # Data near the largest float16 is the check's, not the caller's: sums of shards have no room there.
+        of_range = counts is _overflows and self.subject.call.uses(jnp.float16)
+        raise _Off(step, what, lines, count=len(shown), gradient=gradient, of_range=of_range)
 
     def conclude(self) -> Checked:
         """What was checked.
@@ -393,6 +442,8 @@ class Check:
                 )
             raise AssertionError("\n\n".join(parts))
         calls = [subject.programs(on_mesh).of(subject.types) for on_mesh in subject.meshes]
+        untaken = self._untaken()
+        branches = [words for words, choice in untaken.items() if choice.is_branch]
         return Checked(
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
@@ -404,22 +455,27 @@ class Check:
                 *untested(subject, self.calls_made),
                 *map(report.unjudged, self.judge.never_judged),
                 *(report.unended(line, label) for line, label in self.unended.items()),
+                *(f"{words}, so that it is not tested." for words in branches),
             ),
             own_dtype=tuple(sorted(set().union(*(call.own_dtype for call in calls)))),
             lost=self._lost(),
+            untaken=tuple(untaken),
+            overflows=tuple(self.overflows),
         )
 
     def _lost(self) -> tuple[str, ...]:
         """The numbers of which the dtypes of the program leave 0 or 1, with their lines."""
-        subject = self.subject
         found: list[tuple[Equation, str]] = []
-        for on_mesh in subject.meshes:
-            for programs in (subject.programs(on_mesh), subject.reference(on_mesh)):
-                if programs.is_traced:
-                    traced = programs.of(subject.types).trace
-                    found += lost_literals(traced.closed, traced.exact)
+        for program in self._replayed():
+            found += lost_literals(program.trace.closed, program.trace.exact)
         words = (f"{text}, at {line_of(eqn) or 'a library'}" for eqn, text in found)
         return tuple(dict.fromkeys(words))
+
+
+def _overflows(mismatch: Mismatch) -> bool:
+    """Whether a number is infinite or NaN that is finite in the reference."""
+    finite = ~np.isfinite(mismatch.leaf.value) & np.isfinite(mismatch.want)
+    return bool((finite & (mismatch.deviation > 0)).any())
 
 
 def _is_of_nan(without: Calls, mismatch: Mismatch) -> bool:

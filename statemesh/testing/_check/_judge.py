@@ -120,12 +120,6 @@ class Mismatch:
         off = float(np.max(self.deviation, initial=0.0))
         return off / largest if largest else math.inf
 
-    @property
-    def is_overflow(self) -> bool:
-        """Whether a number is infinite or NaN that is finite in the reference."""
-        finite = ~np.isfinite(self.leaf.value) & np.isfinite(self.want)
-        return bool((finite & (self.deviation > 0)).any())
-
     def differs_from(self, other: Numbers) -> bool:
         """Whether a number is off that is not NaN in the reference, or that differs from this one too."""
         if not self.same_shape or other.shape != self.want.shape:

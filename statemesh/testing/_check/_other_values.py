@@ -1,6 +1,6 @@
 """Other values for the same arguments: generic, large, or with NaN on one shard."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import equinox as eqx
 import jax
@@ -21,6 +21,18 @@ Make = Callable[[np.random.Generator, AnyLeaf], AnyLeaf]
 # What counters have counted in later calls: steps at which a warmup, a schedule or an interval may do what it
 # does not do in the first three calls.
 COUNTS = (4, 9, 99)
+
+
+def counts(limits: Sequence[int]) -> list[int]:
+    """What to try that counters have counted, if the program has these limits of counts.
+
+    A condition on a count may begin at its limit, or just before or after it. Of many limits the largest are
+    tried: what the small ones begin goes on there.
+    """
+    far = [limit for limit in limits if limit > 1][-3:]
+    around = {limit + step for limit in far for step in (-1, 0, 1)}
+    return sorted({*COUNTS, *around})
+
 
 # Near the largest number of float16. What float32 computes from it does not overflow.
 _LARGE = 3e4
@@ -58,6 +70,17 @@ def later(
     new = _changed(args, kept, _generic, in_states=False, only=others, seed=count)
     counted: Make = lambda _, x: jnp.asarray(count, x.dtype)
     return _changed(new, kept, counted, in_states=True, only=counters)
+
+
+def within(args: PyTree, kept: Collection[str], largest: float) -> PyTree:
+    """Arguments whose floats outside of States are no larger than this, on both sides of zero."""
+
+    def make(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jnp.asarray(random.uniform(-1, 1, x.shape) * largest, x.dtype)
+
+    return _changed(generic(args, kept), kept, make, in_states=False)
 
 
 def large(args: PyTree, kept: Collection[str]) -> PyTree:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from .._errors import short
+from .._program._lines import SourceLine
 from .._program._replay import MOST_ROUNDS, BrokenPromise
 from ._judge import Mismatch
 
@@ -90,6 +91,18 @@ def unjudged(path: str) -> str:
         f"{path}: none of its numbers could be judged on some mesh, because rounding alone may change them "
         "by more than a few per cent, so that what is computed is not tested. Look for a threshold, a tie or "
         "a difference of nearly equal numbers before it, and give arguments that stay clear of these."
+    )
+
+
+def untaken(line: SourceLine | None, unseen: str) -> str:
+    return f"{line}: `{line.source if line else ''}`: {unseen}"
+
+
+def overflow(what: str, label: str, line: str) -> str:
+    return (
+        f"{what} {label}{f', see {line}' if line else ''}. The program computes in float16, which ends at "
+        "65504, and only on the mesh a sum leaves that range. If the data can be so large, sum in float32, "
+        "or divide before summing; if it cannot, name the argument in `keep`."
     )
 
 

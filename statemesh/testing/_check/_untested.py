@@ -41,6 +41,32 @@ class UntestedWarning(UserWarning):
     """
 
 
+class RangeWarning(UserWarning):
+    """A result overflows in float16 on a mesh and not on one device, for data near the largest float16.
+
+    If the data can be so large, that is a mistake; no check can know whether it can.
+
+    !!! example
+
+        ```python
+        >>> import warnings
+        >>> import jax, numpy as np
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.testing import RangeWarning, assert_equivalent
+        >>> def mean_size(x):
+        ...     return jax.lax.psum(abs(x).mean(), "x") / jax.lax.axis_size("x")
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always", RangeWarning)
+        ...     _ = assert_equivalent(
+        ...         mean_size, (np.ones(8, np.float16),), meshes=[{"x": 4}], in_specs=P("x"), out_specs=P()
+        ...     )
+        >>> print(str(caught[0].message).split(",")[0])
+        mean_size(...) is inf
+
+        ```
+    """
+
+
 def untested(subject: Subject, calls: CallsMade) -> Iterator[str]:
     """What the calls have not tested.
 
@@ -52,6 +78,8 @@ def untested(subject: Subject, calls: CallsMade) -> Iterator[str]:
     - Calls in a row, if nothing is fed back.
     - An argument that several results may replace.
     - An array of the results that holds nothing but NaN and infinities.
+
+    What else was not tested, `Check` knows: results that are not judged, loops without end, branches.
 
     **Arguments:**
 

@@ -19,8 +19,8 @@ from .._program._jaxprs import (
     opened,
     operands_of_call,
 )
+from .._program._lines import SourceLine, by_statemesh, is_transposed, line_of
 from .._program._stacked import MappedAxes, names_of_spec
-from ._lines import SourceLine, by_statemesh, is_transposed, line_of
 
 
 # These hand their operand on, besides those that say where a value lies.

@@ -16,13 +16,13 @@ import numpy as np
 
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
+from .._program._lines import SourceLine, callers_of
 from .._program._numbers import is_key
 from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
 from ._compare import Comparison, right_values
 from ._evaluate import Values, on_all_shards
 from ._graph import Node, needed
-from ._lines import SourceLine, callers_of
 from ._suspects import Suspect
 
 

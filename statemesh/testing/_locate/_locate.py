@@ -16,6 +16,7 @@ import statemesh as sm
 from ..._jax._frames import without_own_frames
 from .. import _errors as errors
 from .._program._doubled import widened
+from .._program._lines import SourceLine
 from .._program._numbers import is_inexact, is_numpy, promoted
 from .._program._stacked import MappedAxes, as_names, names_of_spec
 from .._program._trace import (
@@ -32,7 +33,6 @@ from ._compare import Comparison, compare, inside, right_values
 from ._evaluate import Evaluator, in_numpy
 from ._graph import graph_of
 from ._interventions import Outcome, Reruns, Trial, cause, mending
-from ._lines import SourceLine
 from ._located import (
     Located,
     Place,

@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
+from .._program._lines import SourceLine
 from ._compare import Comparison
 from ._graph import Node
-from ._lines import SourceLine
 
 
 # Operations that give for a part what only the part knows.

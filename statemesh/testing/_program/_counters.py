@@ -1,4 +1,4 @@
-"""Which integers of the arguments count, so that any other value suits the program as well."""
+"""Which integers of the arguments count, so that other values suit the program as well; and up to what."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -22,6 +22,12 @@ from ._jaxprs import (
 # Of an integer or a boolean the arguments that it is computed from, with nothing but literals. `None` for
 # what is computed from anything else, and for what is neither.
 Image: TypeAlias = Sources | None
+
+# What is known of a value: the number that it is, that it is computed from counts and numbers, or nothing.
+Known: TypeAlias = float | str | None
+_COUNT = "count"
+# Larger numbers are no counts: they are seeds, or infinity.
+_MOST = 10**7
 
 _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
 # Whole numbers that are made of whole numbers show a mistake for any of them, unless they are rounded.
@@ -73,6 +79,54 @@ def counters(jaxpr: Jaxpr) -> Sources:
     single = [not x.aval.shape and _is_integer(x.aval) for x in jaxpr.invars]
     flow(jaxpr, [frozenset([k]) if is_one else None for k, is_one in enumerate(single)])
     return frozenset(used - fitting)
+
+
+def limits_of(jaxpr: Jaxpr, counting: Sources) -> list[int]:
+    """The whole numbers of the program that a count meets: the end of a warmup, an interval, a boundary.
+
+    **Arguments:**
+
+    - `counting`: the numbers of the arguments that count.
+    """
+    found: set[float] = set()
+
+    def flow(jaxpr: Jaxpr, inputs: Sequence[Known]) -> list[Known]:
+        constants: list[Known] = [None] * len(jaxpr.constvars)
+        return interpreted(jaxpr, [*constants, *inputs], value, through)
+
+    def value(literal: Any) -> Known:
+        return float(literal.val) if _is_real(literal.aval) else None
+
+    def through(eqn: Equation, operands: list[Known]) -> Sequence[Known]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if _COUNT in operands:
+            # Those that a call gets too: inside, `%` looks first whether it divides by zero.
+            found.update(x for x in operands if isinstance(x, float) and x.is_integer())
+        if name in CALLS or name == "shard_map":
+            return flow(opened(called(eqn)), operands_of_call(eqn, operands))
+        if name == "cond":
+            inner = inner_jaxprs(eqn)
+            found.update(range(len(inner)) if operands[0] == _COUNT else ())
+            for jaxpr in inner:
+                flow(jaxpr, operands[1:])
+            return [None] * count
+        if not operands or None in operands or inner_jaxprs(eqn):
+            return [None] * count
+        if _COUNT not in operands:
+            return operands if name == "convert_element_type" else [None] * count
+        return [_COUNT] * count
+
+    jaxpr = opened(jaxpr)
+    flow(jaxpr, [_COUNT if k in counting else None for k in range(len(jaxpr.invars))])
+    return sorted(int(x) for x in found if 0 <= x <= _MOST)
+
+
+def _is_real(aval: Any) -> bool:
+    return not aval.shape and bool(jnp.issubdtype(aval.dtype, jnp.number)) and not _is_complex(aval)
+
+
+def _is_complex(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.complexfloating))
 
 
 def _is_whole(aval: Any) -> bool:

@@ -1,7 +1,7 @@
 """A call in double precision, with all shards on one device."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from .._caches import Recent
 from .._types import AnyLeaf, Fun, Numbers, PyTree
-from ._counters import counters
-from ._jaxprs import Equation, Sources, forwarded, sources_of, split_inputs
+from ._choices import thresholds
+from ._counters import counters, limits_of
+from ._jaxprs import Equation, Sources, all_equations, forwarded, sources_of, split_inputs
 from ._literals import rounded_literals
 from ._noise import Noisy, Promoted
 from ._numbers import is_inexact, numbers, promoted
@@ -115,6 +116,7 @@ class Doubled:
     - `trace`: the traced call.
     - `own_dtype`: the operations that could not run in double precision, once it has run.
     - `loops`: whether it has loops that might not end.
+    - `sides`: for each side of what the user's lines choose, whether a call has taken it.
     """
 
     def __init__(self, name: str, program: str, traced: Trace, args: Sequence[AnyLeaf]) -> None:
@@ -130,6 +132,7 @@ class Doubled:
         self.own_dtype, self.loops = arithmetic.own_dtype, self._replay.loops
         self._exact = jax.jit(self._replay, compiler_options=compile_unfused())
         self._noisy: Recent[Fun] = Recent()
+        self.sides = self._replay.sides(self._replay.no_differences)
         with jax.enable_x64(True):
             self._consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
 
@@ -153,6 +156,7 @@ class Doubled:
                 run = self._noisy.get(rounded, lambda: self._with_noise(rounded))
                 arrays, differences = run(jnp.asarray(noise, np.float64), *inputs)
         results = Wide(self.trace.form, self.trace.results(arrays))
+        self.sides |= {side: True for side, seen in self._replay.sides(differences).items() if seen}
         broken = self._replay.broken(differences, self.trace.paths)
         return Called(args, results, broken, self._replay.unended(differences))
 
@@ -176,15 +180,35 @@ class Doubled:
         """The numbers of the leaves of the arguments from which random numbers are drawn."""
         return {self._inputs[i] for i in self._flow[1]}
 
+    def uses(self, dtype: Any) -> bool:
+        """Whether the program computes in a dtype."""
+        every = all_equations(self.trace.closed.jaxpr)
+        avals: Iterable[Any] = (atom.aval for eqn in every for atom in eqn.outvars)
+        return any(aval.dtype == dtype for aval in avals)
+
     @cached_property
     def split(self) -> set[int]:
         """The numbers of the leaves of the arguments of which a shard gets a part."""
         return {self._inputs[i] for i in split_inputs(self.trace.closed)}
 
     @cached_property
+    def thresholds(self) -> list[float]:
+        """The sizes of the numbers that the user's lines compare floats with, or limit them to."""
+        return thresholds(self.trace.closed.jaxpr)
+
+    @cached_property
     def counters(self) -> set[int]:
         """The numbers of the leaves of the arguments that count, and may have any value."""
-        return {self._inputs[i] for i in counters(self.trace.closed)}
+        return {self._inputs[i] for i in self._counting}
+
+    @cached_property
+    def counted_to(self) -> list[int]:
+        """The whole numbers of the program that a count meets."""
+        return limits_of(self.trace.closed, self._counting)
+
+    @cached_property
+    def _counting(self) -> Sources:
+        return counters(self.trace.closed)
 
     @cached_property
     def forwarded(self) -> dict[int, int | None]:

@@ -6,7 +6,7 @@ Branches and loops stay branches and loops, in which each shard takes its own wa
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -19,6 +19,7 @@ import statemesh as sm
 from .. import _errors as errors
 from .._types import AnyLeaf, Numbers
 from . import _jaxprs as jaxprs
+from ._choices import Choice, choices
 from ._collective_rules import RULES, collective, communicating_axes, nested_collectives
 from ._jaxprs import Equation, Jaxpr, names_of, new_axes
 from ._noise import OwnDtypes
@@ -33,8 +34,9 @@ Differences: TypeAlias = tuple[Any, Any]
 # a loop that converges on devices run for ever.
 MOST_ROUNDS = 10_000
 
-# In the place of the number of a result: the promise that a loop ends.
+# In the place of the number of a result: the promise that a loop ends; and the sides of a choice, downwards.
 _UNENDED = -1
+_FIRST_SIDE = -2
 
 # Equations whose rule for `vmap` does not do what shards do: it draws other numbers, or calls back only once.
 _SHARD_BY_SHARD = (
@@ -102,7 +104,8 @@ class Replay:
         self.name, self.jaxpr, self.most_rounds = name, jaxpr, most_rounds
         self.__name__ = f"{name}_emulated"
         self.arithmetic = OwnDtypes()
-        self.promises = list(_promises(jaxpr))
+        self._choices = {id(choice.eqn): choice for choice in choices(jaxpr)}
+        self.promises = [*_promises(jaxpr), *_sides(self._choices.values())]
         self._promise_numbers = {(id(p.eqn), p.index): i for i, p in enumerate(self.promises)}
         count = len(self.promises)
         self.no_differences: Differences = (
@@ -145,7 +148,10 @@ class Replay:
             return Stacked(self.arithmetic.literal(atom))
 
         def run(eqn: Equation, values: list[Stacked]) -> list[Stacked]:
-            return self._equation(eqn, values, frame)
+            results = self._equation(eqn, values, frame)
+            if choice := self._choices.get(id(eqn)):
+                self._note_sides(choice, values, results, frame)
+            return results
 
         return jaxprs.interpreted(jaxpr, values, literal, run)
 
@@ -402,6 +408,29 @@ class Replay:
         here = np.arange(len(self.promises)) == self._promise_numbers[id(eqn), index]
         frame.note(jnp.where(here, amount, 0), jnp.where(here[:, None], position, 0))
 
+    def _note_sides(
+        self,
+        choice: Choice,
+        values: Sequence[Stacked],
+        results: Sequence[Stacked],
+        frame: Frame,
+    ) -> None:
+        chosen = values[choice.limited or 0]
+        if choice.limited is not None:
+            chosen = frame.scope.spread(chosen, results[0].axes)
+        for side, seen in enumerate(choice.sides(chosen.x, results[0].x)):
+            nowhere = jnp.zeros(2, np.int32)
+            self._note(choice.eqn, _FIRST_SIDE - side, seen.astype(np.float32), nowhere, frame)
+
+    def sides(self, differences: Differences) -> dict[tuple[Choice, int], bool]:
+        """For each side of each choice whether it was taken."""
+        pairs = zip(self.promises, np.asarray(differences[0]), strict=True)
+        return {
+            (self._choices[id(promise.eqn)], _FIRST_SIDE - promise.index): bool(amount)
+            for promise, amount in pairs
+            if promise.index <= _FIRST_SIDE
+        }
+
     def broken(self, differences: Differences, paths: Sequence[str]) -> dict[int, BrokenPromise]:
         """The promises that do not hold, by their numbers.
 
@@ -415,7 +444,7 @@ class Replay:
         return {
             number: promise.broken(named, float(amounts[number]), positions[number])
             for number, promise in enumerate(self.promises)
-            if amounts[number] and promise.index != _UNENDED
+            if amounts[number] and promise.index >= 0
         }
 
     def unended(self, differences: Differences) -> list[Equation]:
@@ -434,7 +463,8 @@ class _Promise:
     """A result that must be the same on several shards.
 
     That is a result of a `shard_map` whose out spec leaves a mesh axis out, or a predicate of control flow
-    with collectives inside. Or a loop that must end.
+    with collectives inside. Or a loop that must end; or, as no promise at all, a side of a choice, whose
+    number is one once it is taken.
 
     **Attributes:**
 
@@ -489,6 +519,12 @@ def _promises(jaxpr: Jaxpr) -> Iterator[_Promise]:
             for k, spec in enumerate(eqn.params["out_specs"]):
                 if {*new_axes(eqn)} - {*names_of_spec(spec)}:
                     yield _Promise(eqn, k, spec)
+
+
+def _sides(every: Iterable[Choice]) -> Iterator[_Promise]:
+    for choice in every:
+        for side in range(len(choice.unseen)):
+            yield _Promise(choice.eqn, _FIRST_SIDE - side)
 
 
 def _largest_difference(value: Stacked, left: Sequence[Hashable]) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..._base._libraries import OWN_FOLDER, is_library, shown
-from .._program._jaxprs import Equation
+from ._jaxprs import Equation
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -44,6 +44,12 @@ def _lines(eqn: Equation) -> Iterator[SourceLine]:
     for frame in _frames(eqn):
         if not is_library(frame.file_name):
             yield SourceLine(frame.file_name, frame.line_num)
+
+
+def frames_below(eqn: Equation) -> list[str]:
+    """The names of the functions that the user's line called, down to the equation."""
+    inner = itertools.takewhile(lambda frame: is_library(frame.file_name), _frames(eqn))
+    return [frame.function_name for frame in inner][::-1]
 
 
 def _frames(eqn: Equation) -> Sequence[Any]:
