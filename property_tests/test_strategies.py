@@ -136,6 +136,7 @@ def test_arrays_are_finite_normal_between_their_bounds_and_held_by_jax_as_they_a
                 assert ((wide == 0) | (abs(wide) >= least)).all()
 
 
+@pytest.mark.slow
 def test_states_have_values_that_their_policy_merges() -> None:
     for state in drawn("states"):
         dtypes = [x.dtype for x in jax.tree.leaves(state.value)]
@@ -203,6 +204,7 @@ def is_idle(filter: Any) -> bool:
     return filter is None or filter is False or isinstance(filter, sm.filters.Nothing)
 
 
+@pytest.mark.slow
 def test_filters_match_a_state_of_their_tree() -> None:
     pairs = [(MODEL, filter) for filter in drawn("filters", 100)]
     pairs += drawn("filters of a model", 60)
@@ -338,6 +340,7 @@ def is_explicit(case: Any) -> bool:
     return AxisType.Explicit in mesh.axis_types if isinstance(mesh, Mesh) else bool(mesh.explicit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["meshes", "plain meshes", *CASES])
 def test_explicit_axes_are_drawn_as_often_as_auto_ones(name: str) -> None:
     kinds = [is_explicit(case) for case in drawn(name, 60)]

@@ -76,6 +76,7 @@ def test_partition_and_combine(data: st.DataObject) -> None:
         assert_unmoved(part, shown, k)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_filters_are_their_predicates(data: st.DataObject) -> None:
     """A filter matches what its plain predicate says, and `states` lists just that."""

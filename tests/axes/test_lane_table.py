@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from tests.helpers import slow
 
 
 SHARDS, LANES, START = 2, 4, 5.0
@@ -110,7 +111,7 @@ def over_shards(place: str, fun: Callable[[Any], Any]) -> Any:
     return sm.shard_map(one, mesh, P("data"), P("data"), check_vma=check_vma)
 
 
-@pytest.mark.parametrize("place", ["vmap2", "pmap2", *PLACES])
+@pytest.mark.parametrize("place", ["vmap2", slow("pmap2"), "checked", slow("unchecked")])
 def test_what_lanes_write(place: str) -> None:
     writes = ALL if place in PLACES else WRITES
     policies = [*POLICIES, None]
@@ -148,7 +149,7 @@ def test_what_lanes_write(place: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("place", ["vmap2", "pmap2", *PLACES])
+@pytest.mark.parametrize("place", ["vmap2", slow("pmap2"), "checked", slow("unchecked")])
 def test_without_a_policy_lanes_that_write_differently_are_refused(place: str) -> None:
     def step(x: Any) -> Any:
         lane = lambda states, x: {
@@ -163,7 +164,7 @@ def test_without_a_policy_lanes_that_write_differently_are_refused(place: str) -
     assert refused == [write for write in WRITES if differs(write)]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["checked", slow("unchecked")])
 def test_what_is_alike_in_all_lanes(place: str) -> None:
     shared = sm.vmap2(
         lambda x: (sm.psum(x, "ln"), x - sm.pmean(x, "ln")), out_axes=(None, 0), axis_name="ln"
@@ -241,7 +242,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["checked", slow("unchecked")])
 def test_what_lanes_exchange(place: str) -> None:
     # Every kind of collective in every wrapper; the others are as one of these.
     kinds = ("pmean", "all_gather", "axis_index", "pmax over both")
@@ -261,7 +262,7 @@ def test_what_lanes_exchange(place: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["checked", slow("unchecked")])
 def test_gradients_of_what_lanes_exchange(place: str) -> None:
     """Taken in a lane, around the lanes, and around the mesh: the sum over all that the number went to."""
     position = np.arange(LANES, dtype=np.float32)

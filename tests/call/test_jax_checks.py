@@ -90,6 +90,7 @@ def trainable() -> dict[str, sm.State]:
     return {"w": sm.ParamState(jnp.ones(3)), "seen": seen, "rng": sm.RandomState(key())}
 
 
+@pytest.mark.slow
 @each_check
 def test_mapped_over_shards(checks: Any) -> None:
     """Three calls in a row of all programs at once."""

@@ -421,6 +421,7 @@ def test_what_jax_forgot_is_compiled_again() -> None:
     assert seen.times == 0
 
 
+@pytest.mark.slow
 def test_settings_of_jax() -> None:
     mapped = mapping()
     model, rows = steady(mapped, make_model(), ROWS)

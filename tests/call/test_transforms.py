@@ -235,6 +235,7 @@ def test_jacobians_of_placed_arrays(kind: str, is_set: bool) -> None:
             assert_jacobian(how, call, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["one device", "other devices", "another order", "other axes"])
 def test_jacobians_of_arrays_on_other_devices(where: str) -> None:
     devices, kind = jax.devices(), AxisType.Explicit

@@ -176,6 +176,7 @@ def test_layer_by_layer_in_a_scan_with_remat(check_vma: bool, kind: AxisType) ->
     assert calls(compiled, "reduce-scatter") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "check_vma"), [("float32", False), ("bfloat16", True)])
 def test_bits_are_those_of_separate_gathers(dtype: str, check_vma: bool) -> None:
     """Small arrays go together, and each large one by itself. The whole array decides what is large."""
@@ -376,6 +377,7 @@ def test_how_often_microbatches_gather(loss: Any, gathers: int, scatters: int) -
     assert times == {"all_gather": gathers, "reduce_scatter": scatters, "psum": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", [True, False])
 def test_the_norm_is_that_of_all_parts_and_of_what_is_whole_once(checked: bool) -> None:
     grads = {

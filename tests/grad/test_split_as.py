@@ -137,6 +137,7 @@ def test_training_is_that_of_one_device_with_a_quarter_of_the_slots(
         assert calls(compiled, operation) == 1, operation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [slow(first_stage), second_stage])
 def test_the_check_says_that_meshes_agree(stage: Callable[..., Step]) -> None:
     mesh = make_mesh("4")

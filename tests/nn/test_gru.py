@@ -80,6 +80,7 @@ def test_each_row_in_a_lane_of_its_own(mapped: Any) -> None:
     assert made.hidden.value.shape == (ROWS, HIDDEN) and list(states) == [0]
 
 
+@pytest.mark.slow
 def test_reset_dtypes_and_bias() -> None:
     y, after = cell()(X[0])
     again, _ = after.reset()(X[0])

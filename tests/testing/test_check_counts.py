@@ -246,6 +246,7 @@ def a_root(x: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", [doubled_until_large, slow(a_root)])
 def test_loops_in_lanes_and_roots_are_replayed(fun: Any) -> None:
     more: Any = {"out_specs": P("x"), "gradients": fun is a_root, "check_vma": False}

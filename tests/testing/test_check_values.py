@@ -247,6 +247,7 @@ def with_holes(x: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_nan_and_infinities_agree_only_in_the_same_places() -> None:
     mistakes = {"nan_at_another", "nan_on_mesh", "number_on_mesh", "infinite_on_mesh"}
     mistakes |= {"other_sign", "nan_for_infinity", "beside_nan", "beside_infinity"}
@@ -316,7 +317,7 @@ def test_arguments_that_must_keep_their_values_can_be_named() -> None:
 # Later calls
 
 
-@pytest.mark.parametrize("at", [4, 9, 99])
+@pytest.mark.parametrize("at", [slow(4), slow(9), 99])
 def test_a_mistake_that_sets_in_late_is_found(at: int) -> None:
     """By a counter in a State, and by one that no call returns."""
 
@@ -334,6 +335,7 @@ def test_a_mistake_that_sets_in_late_is_found(at: int) -> None:
     assert f"counters at {at}" in report(counted, np.int32(0), X, **options)
 
 
+@pytest.mark.slow
 def test_the_next_batch_is_another_one() -> None:
     """Where each call has the same batch, what the call before made of its batch is right."""
 
@@ -413,6 +415,7 @@ def test_what_begins_at_a_count_is_found() -> None:
 # What is chosen by numbers
 
 
+@pytest.mark.slow
 def test_sides_that_no_call_takes_are_named() -> None:
     def chooses(x: Any) -> Any:
         total, most = lax.psum(x.sum(), "x"), 9 * lax.psum(jnp.abs(x).sum(), "x")
@@ -503,6 +506,7 @@ def left_out(x: Any) -> Any:
     return lax.psum(jnp.where(finite, total, 0), "x") / count
 
 
+@pytest.mark.slow
 def test_nan_goes_into_split_arguments_only() -> None:
     """In parameters it would spread to all results, on one device as on the mesh."""
 
@@ -528,6 +532,7 @@ def test_a_number_on_the_mesh_for_nan_on_one_device_is_found() -> None:
     assert "On mesh x=2 with one NaN" in text and "should be nan" in text
 
 
+@pytest.mark.slow
 def test_a_part_that_is_skipped_and_not_multiplied_by_zero_accuses_nobody() -> None:
     """What comes later is hidden from each row: on one device by a product with zero, which hands NaN on."""
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from .checked import check, report
@@ -53,6 +54,7 @@ def held(x: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_copies_that_differ_on_devices_only_are_named_in_every_dtype() -> None:
     options: Any = {"unsharded": False, "check_vma": False}
     lines = [line for line in report(held, HALF, **options).splitlines() if "  - held" in line]
@@ -86,6 +88,7 @@ def test_of_a_split_array_the_copies_of_each_part_are_compared() -> None:
     )
 
 
+@pytest.mark.slow
 def test_copies_that_differ_in_the_replay_too_are_found_on_every_mesh() -> None:
     def numbered(x: Any) -> Any:
         return lax.psum(x.sum(0), "x") + lax.axis_index("x")

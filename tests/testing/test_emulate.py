@@ -358,6 +358,7 @@ def loss(w: Any, rng: Any, x: Any) -> Any:
 LOSS: Any = {"in_specs": (None, None, P("x")), "out_specs": P()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, slow(False)])
 def test_gradients_of_the_call(check: bool) -> None:
     rng = sm.RandomState(jax.random.key(1))

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import UntestedWarning
+from tests.helpers import slow
 
 from .checked import check, report
 
@@ -163,7 +164,7 @@ BY_PLACEMENT: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("form", [*WHEREVER_IT_STANDS, *BY_PLACEMENT])
+@pytest.mark.parametrize("form", [*WHEREVER_IT_STANDS, *map(slow, BY_PLACEMENT)])
 def test_what_is_carried_is_found_wherever_it_stands(form: str) -> None:
     args, result, *specs, expected = (WHEREVER_IT_STANDS | BY_PLACEMENT)[form]
     ins, outs = specs or (specs_of(args), specs_of(result))

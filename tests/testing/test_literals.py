@@ -14,6 +14,7 @@ from statemesh.testing import locate
 from statemesh.testing._program._jaxprs import all_equations, is_literal, opened
 from statemesh.testing._program._numbers import is_inexact
 from statemesh.testing._program._trace import trace_exactly
+from tests.helpers import slow
 
 from .checked import assert_accused, check, report
 
@@ -66,7 +67,7 @@ def scaled(x: Any) -> Any:
     }
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", ["bfloat16", *map(slow, ("float16", "float32"))])
 def test_a_small_factor_is_found_that_only_one_program_has(dtype: str) -> None:
     assert_accused({"mistaken", "slightly_mistaken"}, scaled, rows(dtype), meshes=FOUR)
 
@@ -120,6 +121,7 @@ def right(x: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROW)
 def test_right_numbers_pass(dtype: str) -> None:
     checked = check(right, rows(dtype), meshes=FOUR, gradients=True, keep=["args[0]"])
@@ -156,7 +158,7 @@ def marked(x: Any) -> Any:
     return lax.psum(jnp.stack(counts), "x")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_data_hold_numbers_as_their_dtype_rounds_them(dtype: str) -> None:
     x = rows(dtype).at[1, :3].set(MARK).at[2:4, 0].set(0.1)
     checked = check(marked, x, keep=["args[0]"])

@@ -295,7 +295,7 @@ EDGES: list[Callable[[Any, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("wide", [slow(True), False])
 def test_numpy_computes_what_the_replay_computes(wide: bool) -> None:
     """Also with what is no usual number; the nodes of the planted models are compared in their own test."""
     arrays = FLOATS, INTEGERS, INTEGERS.astype(np.uint8), FLOATS.astype(np.float16), FLOATS > 0

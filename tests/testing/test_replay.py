@@ -21,7 +21,7 @@ from .emulated_programs import PROGRAMS, SPECS, Inputs, inputs
 DEAR = (
     *("permutations", "random_numbers", "scans", "gradients_of_data", "gradients_of_parameters"),
     *("calls", "where_a_shard_is", "a_gradient_of_a_psum", "reductions_over_both_axes"),
-    "whatever_else_one_shard_does",
+    *("whatever_else_one_shard_does", "branches"),
 )
 CASES = [
     (slow if check < max(program.checks) or name in DEAR else pytest.param)(name, check)

@@ -164,6 +164,7 @@ def draw(k: dict[str, Any]) -> Any:
     return sum(drawn)
 
 
+@pytest.mark.slow
 def test_every_draw_is_found() -> None:
     """From keys, in calls, branches and loops. One that is split, or carried along, is not drawn from."""
     names = ["alone", "jit", "fold", "cond", "scan a", "scan b", "while"]

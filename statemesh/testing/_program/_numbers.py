@@ -36,6 +36,8 @@ FEW_RUNS, MANY_RUNS = 3, 24
 # A number whose rounding is larger than this part of it is not judged: a mistake of a few per cent could not
 # be told from rounding.
 CLEAR = 0.05
+# Of such a number the runs with noise may not show the largest movement: so many times as much is allowed.
+HEAVY_TAIL = 32
 # A mesh that rounds so many times as much as the reference uses a narrower dtype: the roundoff of float16 is
 # 8,192 times that of float32, and bfloat16's 65,536 times.
 NARROWER = 100
