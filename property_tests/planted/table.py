@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from .lines import cause, named, right_lines
 from .measure import DTYPES, Outcome
-from .mistakes import Mistake, mistakes
+from .mistakes import NEVER_FITTED, Mistake, mistakes
 
 
 FIRST, LAST = "<!-- measured: from here -->", "<!-- measured: to here -->"
@@ -141,7 +141,9 @@ def _by_model(outcomes: Sequence[Outcome]) -> list[tuple[str, list[tuple[Outcome
     seen = [(one, planted) for one, planted in both if planted.detectable]
     models = dict.fromkeys(planted.model for _, planted in seen)
     of_model = [(model, [pair for pair in seen if pair[1].model == model]) for model in models]
-    return [*of_model, ("all", seen)]
+    never = [pair for pair in seen if pair[1].model in NEVER_FITTED]
+    rows = [(f"the {len(set(NEVER_FITTED))} never fitted on", never)] if never else []
+    return [*of_model, *rows, ("all", seen)]
 
 
 def _missed(outcomes: Sequence[Outcome]) -> str:

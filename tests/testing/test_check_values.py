@@ -419,6 +419,7 @@ def test_what_begins_at_a_count_is_found() -> None:
 def test_sides_that_no_call_takes_are_named() -> None:
     def chooses(x: Any) -> Any:
         total, most = lax.psum(x.sum(), "x"), 9 * lax.psum(jnp.abs(x).sum(), "x")
+        lax.cond(total > most, lambda: None, lambda: None)  # which gives nothing
         a = jnp.where(total > most, 0.0, total)  # never so large
         b = jnp.where(total > 0, total, 0.0)
         c = jnp.clip(total, -most, most)  # never so far

@@ -70,7 +70,8 @@ def choices(jaxpr: Jaxpr) -> Iterator[Choice]:
     """What the user's own lines choose; what functions of a library choose inside is their own affair."""
     for eqn in {id(eqn): eqn for eqn in all_equations(jaxpr)}.values():
         name = _name(eqn)
-        if name not in ("cond", "select_n", "_where", "clip", *_LIMITS) or not _is_users(eqn):
+        chooses = name in ("cond", "select_n", "_where", "clip", *_LIMITS)
+        if not chooses or not eqn.outvars or not _is_users(eqn):
             continue
         limited = _limited(eqn, name)
         if limited is not None:
