@@ -58,6 +58,12 @@ class Relation:
         """Whether shards have the very numbers that one device has, each its part or all of them."""
         return self.factor == 1 and all(kind in ("equal", "parts") for _, kind, _ in self.kinds)
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether shards have a part of a sum or the like, or a multiple."""
+        partial = ("sum", "mean", "max", "min")
+        return self.factor != 1 or any(kind in partial for _, kind, _ in self.kinds)
+
 
 def whole(value: Stacked) -> Numbers:
     """The value of a program on one device, without mesh axes."""

@@ -67,6 +67,9 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
     for (line, transposed), group in by_line.items():
         results_here = values.intersection(x for node in group for x in node.results)
         handed_on = sorted(x for x in results_here if x in ends or not readers[x] <= {*group})
+        if line is not None and not transposed:
+            # A line that runs outside of a loop too has made what comes in.
+            handed_on += [x for x in values if comparison.origins.get(x) == line]
         evidence = _evidence(comparison, group, handed_on)
         suspects.append(Suspect(line, transposed, group, handed_on, evidence))
     return suspects
