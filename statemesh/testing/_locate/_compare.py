@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -51,7 +51,7 @@ class Comparison:
     - `scopes`: the mesh axes over which each value may differ.
     - `values`: those of the program on the mesh, as far as they are kept.
     - `wants`: what they are on one device; none where that program has no value that belongs to it.
-    - `pieces`: what shards should have of values that have no counterpart, but of which a part of one is made.
+    - `pieces`: what shards should have of values that are a part of one that has a counterpart.
     - `relations`: what each value of the program on the mesh is of that on one device.
     - `indices`: the values that differ because they are made from the index of a shard.
     - `positions`: those of them that are not made from constants only.
@@ -110,7 +110,11 @@ class Comparison:
         join, value = self.maker.get(operand), values[operand]
         if join is not None and self._has_unequal_copies(join, values[join.operands[0]]):
             return False
-        return self._is_right_as(relation(value, want, self.scope, 0.0, self._unit(value)))
+        if value.x.dtype != self.ends[1][number].x.dtype:
+            return False
+        return self._is_right_as(
+            relation(value, want, self.scope, 0.0, self._unit(value)), value.x.dtype
+        )
 
     def _has_unequal_copies(self, node: Node, value: Stacked) -> bool:
         """Whether shards have different values of what is joined, of which a device keeps its own copy."""
@@ -127,10 +131,12 @@ class Comparison:
         """The roundoff of a value; 0 where floats are in double precision."""
         return 0.0 if self.evaluators[0].wide else roundoff(value.x.dtype)
 
-    def _is_right_as(self, known: Relation | None) -> bool:
+    def _is_right_as(self, known: Relation | None, dtype: Any) -> bool:
         """Whether a result with this relation is one that it should have."""
-        # Around loops there are mesh axes, and what is carried may be anything that is related.
-        return known is not None and (known.is_plain or bool(self.scope.sizes))
+        # Around loops there are mesh axes, and what is carried may be anything that is related. Truths that
+        # differ are always related: some shard's is that of one device.
+        may_be_partial = bool(self.scope.sizes) and dtype.kind != "b"
+        return known is not None and (known.is_plain or may_be_partial)
 
     # Both programs run
 
@@ -261,7 +267,7 @@ class Comparison:
         if got.x.dtype != single.x.dtype:
             known = None
         is_index = bool(self.scope.sizes) and operand in self.indices
-        return self._is_right_as(known) or is_index
+        return self._is_right_as(known, got.x.dtype) or is_index
 
 
 def compare(
@@ -353,7 +359,6 @@ def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] 
     rounds = loops[0].rounds
     if not rounds or rounds != loops[1].rounds:
         return None
-
 
     def evaluators(jaxprs: Sequence[Jaxpr]) -> Evaluators:
         a, b = (

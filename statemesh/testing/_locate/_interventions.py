@@ -320,6 +320,12 @@ def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Nod
     elif jnp.issubdtype(aval.dtype, jnp.integer):
         for summand in (1, -1):
             yield 0, {x: _increased(x, np.asarray(summand)) for x in values}, ""
+        indices = [node for node in suspect.nodes if node.name == "axis_index"]
+        counted = {name for node in indices for name in names_of(node.eqn)}
+        if suspect.evidence == "index" and not aval.shape:
+            for name, _, offset in _offsets(comparison, scope, 0):
+                if name in counted:
+                    yield 1, dict.fromkeys(values, constant(offset)), ""
         for name, length, offset in _offsets(comparison, scope, len(aval.shape), aval.shape[-1:]):
             yield 0, {x: _increased(x, offset) for x in values}, _added(length, name)
 

@@ -42,7 +42,7 @@ from ._located import (
     shapes_in_words,
     whole_values,
 )
-from ._suspects import Suspect, is_first, others, suspects_of
+from ._suspects import Suspect, is_first, others, suspects_of, wrong_call
 
 
 # A report names so many.
@@ -270,7 +270,15 @@ def _wrong_specs(
 # most five of the 200 lose their first line. What else could speak for a line, such as that it reads what the
 # likeliest line makes, or that it moves values between shards, was tried and named no more lines.
 
-_COST_OF_EVIDENCE = {"first": 1, "unsure": 2, "related": 1, "index": 5, "after": 4}
+_COST_OF_EVIDENCE = {
+    "first": 1,
+    "reduced": 0,
+    "unshaped": 4,
+    "unsure": 2,
+    "related": 1,
+    "index": 5,
+    "after": 3,
+}
 # A mistake in a line shows in its derivative too.
 _COST_OF_DERIVATIVE = 1
 # Not all results are known to be right with right values at the line: some stay wrong, or the values were not
@@ -289,7 +297,7 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
         is_done |= outcomes[suspect] == "all" and suspect.evidence != "related"
     lines = [suspect for suspect in suspects if suspect.line]
     is_sure = comparison.matched and any(
-        outcomes[suspect] == "all" and suspect.evidence == "first" for suspect in lines
+        outcomes[suspect] == "all" and suspect.evidence in ("first", "reduced") for suspect in lines
     )
     trials = mending(reruns, lines, None if is_sure else others(comparison, suspects))
     # The cost of an intervention, the position of its line in the program, and the line.
@@ -317,6 +325,13 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
             reason = reason_inside
         trial = next((trial for trial in trials if trial.suspect.line == suspect.line), None)
         for place in deeper or [_place(reruns, suspect, trial)]:
+            shown.setdefault((place.file, place.line), place)
+        is_given = suspect.evidence == "unshaped" and not deeper and len(shown) == 1
+        if is_given and (call := wrong_call(comparison, suspect)):
+            # Arrays of another shape come from the call.
+            place = dataclasses.replace(
+                next(iter(shown.values())), file=call.file, line=call.number, source=call.source
+            )
             shown.setdefault((place.file, place.line), place)
     return list(shown.values())[:_MOST_PLACES], reason
 

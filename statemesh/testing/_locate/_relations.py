@@ -199,7 +199,8 @@ def _merged(
         return
     if "mean" in kinds and x.dtype.kind in "fc":
         yield "mean", 0, x.mean(0)
-    if "max" in kinds and x.dtype.kind in "fiu":
+    # Of truths these are whether any shard's is true, and whether all are.
+    if "max" in kinds and x.dtype.kind in "fiub":
         yield "max", 0, x.max(0)
         yield "min", 0, x.min(0)
     if "one" in kinds and x.dtype.kind == "f":

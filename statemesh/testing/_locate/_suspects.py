@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from ._compare import Comparison
+from ._compare import Comparison, right_values
 from ._graph import Node
-from ._lines import SourceLine
+from ._lines import SourceLine, callers_of
 
 
 # Operations that give for a part what only the part knows.
@@ -20,15 +20,22 @@ _OF_A_PART = (
     "reduce_window_sum",
 )
 
+# These reduce over shards; in checked programs they have longer names.
+_REDUCTIONS = ("psum", "pmax", "pmin")
+
 # What speaks for a line:
 # - "first": of values that are right, or parts of them, it makes one that is neither;
+# - "reduced": the same, by a reduction over shards that gets another kind of partial results;
+# - "unshaped": the same, but what one device has cannot be the parts of it;
 # - "unsure": the same, but it reads what differs because of the index of a shard, or gives positions in the
 #   shard's own part;
 # - "related": it makes partial results and multiples only;
 # - "index": it makes only what differs because of the index of a shard;
 # - "after": what it reads is wrong already;
 # - "other": it makes what one device has.
-Evidence: TypeAlias = Literal["first", "unsure", "related", "index", "after", "other"]
+Evidence: TypeAlias = Literal[
+    "first", "reduced", "unshaped", "unsure", "related", "index", "after", "other"
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +116,11 @@ def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[in
             not comparison.positions.isdisjoint(node.operands) or _is_of_a_part(comparison, node)
             for node in first
         )
-        return "unsure" if is_unsure else "first"
+        if is_unsure:
+            return "unsure"
+        if any(_is_reduction_of_partial(comparison, node) for node in first):
+            return "reduced"
+        return "unshaped" if all(_is_unshaped(comparison, node) for node in first) else "first"
     if all(comparison.relations[x] is not None for x in values):
         return "related"
     return "index" if comparison.positions.issuperset(values) else "after"
@@ -119,6 +130,18 @@ def is_first(comparison: Comparison, node: Node) -> bool:
     """Whether a node makes something unrelated of what is related."""
     makes = any(map(comparison.is_unrelated, node.results))
     return makes and not any(map(comparison.is_unrelated, node.operands))
+
+
+def _is_reduction_of_partial(comparison: Comparison, node: Node) -> bool:
+    relations = [comparison.relations[x] for x in node.operands]
+    partial = any(known is not None and known.is_partial for known in relations)
+    return node.name.startswith(_REDUCTIONS) and partial
+
+
+def _is_unshaped(comparison: Comparison, node: Node) -> bool:
+    """Whether nobody knows what any of the unrelated results should be."""
+    unrelated = filter(comparison.is_unrelated, node.results)
+    return all(next(right_values(comparison, x), None) is None for x in unrelated)
 
 
 def _is_of_a_part(comparison: Comparison, node: Node) -> bool:
@@ -140,3 +163,18 @@ def others(comparison: Comparison, suspects: Sequence[Suspect]) -> list[Suspect]
         if node.line and node.line not in lines and is_whole and not node.transposed:
             by_line.setdefault(node.line, []).append(node)
     return [Suspect(line, False, nodes, [], "other") for line, nodes in by_line.items()]
+
+
+def wrong_call(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
+    """The line that calls a suspect's function, where other calls of the same line go right."""
+    alike = [x for x in comparison.mesh.nodes if x.line == suspect.line]
+    first = [node for node in suspect.nodes if is_first(comparison, node)]
+    wrong = {callers_of(node.eqn) for node in first or suspect.nodes}
+    right = {callers_of(x.eqn) for x in alike if x.transposed == suspect.transposed} - wrong
+    if len(wrong) != 1 or not right:
+        return None
+    (path,) = wrong
+    apart = (
+        line for k, line in enumerate(path) if any(other[k : k + 1] != (line,) for other in right)
+    )
+    return next(apart, None)
