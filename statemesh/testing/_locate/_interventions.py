@@ -417,6 +417,9 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     if len(here) != 1 or {trial.words for trial in trials} != here or "" in here:
         return None
     lines = {trial.suspect.line for trial in trials}
+    if any(_reads_a_number(comparison, x) for trial in trials for x in trial.changes):
+        # Another function may have given it.
+        return None
     for trial in trials:
         if trial.is_added:
             lines |= _handing_on(comparison, trial)
@@ -426,6 +429,17 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     first, *others = known
     more = [str(line.number) if line.file == first.file else str(line) for line in others]
     return f"{here.pop()} at {' or '.join([str(first), *more])}, all results are right"
+
+
+def _reads_a_number(comparison: Comparison, value: int) -> bool:
+    """Whether what is made of a whole number, or what makes it, reads a literal as well."""
+    if comparison.values[value].x.dtype.kind not in "iu":
+        return False
+    maker, literals = comparison.maker.get(value), comparison.mesh.constants
+    nodes = [node for node in comparison.mesh.nodes if value in node.operands or node is maker]
+    return any(
+        node.name == "add" and not literals.keys().isdisjoint(node.operands) for node in nodes
+    )
 
 
 def _handing_on(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:

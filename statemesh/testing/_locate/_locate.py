@@ -42,7 +42,7 @@ from ._located import (
     shapes_in_words,
     whole_values,
 )
-from ._suspects import Suspect, is_first, others, suspects_of, wrong_call
+from ._suspects import Suspect, is_first, others, suspects_of
 
 
 # A report names so many.
@@ -297,7 +297,11 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
         is_done |= outcomes[suspect] == "all" and suspect.evidence != "related"
     lines = [suspect for suspect in suspects if suspect.line]
     is_sure = comparison.matched and any(
-        outcomes[suspect] == "all" and suspect.evidence in ("first", "reduced") for suspect in lines
+        outcomes[suspect] == "all"
+        and suspect.evidence in ("first", "reduced")
+        # A simple change of what makes a piece may be the cause.
+        and comparison.pieces.keys().isdisjoint(suspect.values)
+        for suspect in lines
     )
     trials = mending(reruns, lines, None if is_sure else others(comparison, suspects))
     # The cost of an intervention, the position of its line in the program, and the line.
@@ -325,13 +329,6 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
             reason = reason_inside
         trial = next((trial for trial in trials if trial.suspect.line == suspect.line), None)
         for place in deeper or [_place(reruns, suspect, trial)]:
-            shown.setdefault((place.file, place.line), place)
-        is_given = suspect.evidence == "unshaped" and not deeper and len(shown) == 1
-        if is_given and (call := wrong_call(comparison, suspect)):
-            # Arrays of another shape come from the call.
-            place = dataclasses.replace(
-                next(iter(shown.values())), file=call.file, line=call.number, source=call.source
-            )
             shown.setdefault((place.file, place.line), place)
     return list(shown.values())[:_MOST_PLACES], reason
 

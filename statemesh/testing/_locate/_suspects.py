@@ -78,6 +78,8 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
             # A line that runs outside of a loop too has made what comes in.
             handed_on += [x for x in values if comparison.origins.get(x) == line]
         evidence = _evidence(comparison, group, handed_on)
+        if evidence in ("first", "unshaped") and (call := _wrong_call(comparison, group)):
+            line, evidence = call, "first"
         suspects.append(Suspect(line, transposed, group, handed_on, evidence))
     return suspects
 
@@ -120,10 +122,27 @@ def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[in
             return "unsure"
         if any(_is_reduction_of_partial(comparison, node) for node in first):
             return "reduced"
-        return "unshaped" if all(_is_unshaped(comparison, node) for node in first) else "first"
+        return "unshaped" if any(_is_unshaped(comparison, x) for x in values) else "first"
     if all(comparison.relations[x] is not None for x in values):
         return "related"
     return "index" if comparison.positions.issuperset(values) else "after"
+
+
+def _wrong_call(comparison: Comparison, nodes: Sequence[Node]) -> SourceLine | None:
+    """The line that calls the function of these nodes with arrays of another shape than its other calls."""
+    first = next(node for node in nodes if is_first(comparison, node))
+    if not any(_is_unshaped(comparison, x) for x in first.results):
+        return None
+    alike = [x for x in comparison.mesh.nodes if x.line == first.line]
+    unrelated = [x for x in alike if any(map(comparison.is_unrelated, x.results))]
+    wrong = {callers_of(x.eqn) for x in unrelated if x.transposed == first.transposed}
+    right = {callers_of(x.eqn) for x in alike if x.transposed == first.transposed} - wrong
+    if len(wrong) != 1 or not right:
+        return None
+    (path,) = wrong
+    return next(
+        (line for k, line in enumerate(path) if any(x[k : k + 1] != (line,) for x in right)), None
+    )
 
 
 def is_first(comparison: Comparison, node: Node) -> bool:
@@ -134,14 +153,15 @@ def is_first(comparison: Comparison, node: Node) -> bool:
 
 def _is_reduction_of_partial(comparison: Comparison, node: Node) -> bool:
     relations = [comparison.relations[x] for x in node.operands]
-    partial = any(known is not None and known.is_partial for known in relations)
+    # What is too large everywhere was made so before.
+    partial = any(known and known.is_partial and known.factor == 1 for known in relations)
     return node.name.startswith(_REDUCTIONS) and partial
 
 
-def _is_unshaped(comparison: Comparison, node: Node) -> bool:
-    """Whether nobody knows what any of the unrelated results should be."""
-    unrelated = filter(comparison.is_unrelated, node.results)
-    return all(next(right_values(comparison, x), None) is None for x in unrelated)
+def _is_unshaped(comparison: Comparison, value: int) -> bool:
+    """Whether nobody knows what an unrelated value should be."""
+    is_known = next(right_values(comparison, value), None) is not None
+    return comparison.is_unrelated(value) and not is_known
 
 
 def _is_of_a_part(comparison: Comparison, node: Node) -> bool:
@@ -163,18 +183,3 @@ def others(comparison: Comparison, suspects: Sequence[Suspect]) -> list[Suspect]
         if node.line and node.line not in lines and is_whole and not node.transposed:
             by_line.setdefault(node.line, []).append(node)
     return [Suspect(line, False, nodes, [], "other") for line, nodes in by_line.items()]
-
-
-def wrong_call(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
-    """The line that calls a suspect's function, where other calls of the same line go right."""
-    alike = [x for x in comparison.mesh.nodes if x.line == suspect.line]
-    first = [node for node in suspect.nodes if is_first(comparison, node)]
-    wrong = {callers_of(node.eqn) for node in first or suspect.nodes}
-    right = {callers_of(x.eqn) for x in alike if x.transposed == suspect.transposed} - wrong
-    if len(wrong) != 1 or not right:
-        return None
-    (path,) = wrong
-    apart = (
-        line for k, line in enumerate(path) if any(other[k : k + 1] != (line,) for other in right)
-    )
-    return next(apart, None)
