@@ -635,3 +635,12 @@ def test_no_cause_where_another_function_may_have_given_a_number() -> None:
     found = located(counted)
     assert found.places[0].line == line_with("from row 0")
     assert found.cause is None
+
+    def counted_from(first: int) -> Any:
+        return lambda x: x[:, 0] * (first + jnp.arange(len(x)))  # from a number
+
+    number = line_with("from a number")
+    cause = (
+        f"with 2 * jax.lax.axis_index('data') added at {HERE.name}:{number}, all results are right"
+    )
+    assert located(counted_from(0)).cause == cause

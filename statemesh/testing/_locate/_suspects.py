@@ -131,7 +131,7 @@ def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[in
 def _wrong_call(comparison: Comparison, nodes: Sequence[Node]) -> SourceLine | None:
     """The line that calls the function of these nodes with arrays of another shape than its other calls."""
     first = next(node for node in nodes if is_first(comparison, node))
-    if not any(_is_unshaped(comparison, x) for x in first.results):
+    if first.line is None or not any(_is_unshaped(comparison, x) for x in first.results):
         return None
     alike = [x for x in comparison.mesh.nodes if x.line == first.line]
     unrelated = [x for x in alike if any(map(comparison.is_unrelated, x.results))]
