@@ -265,11 +265,11 @@ def _wrong_specs(
 # stay wrong. Lines are ordered by the least cost of their interventions, and then by their place in the
 # program.
 #
-# The costs are those that name most lines of the planted models (`property_tests/planted`), of which a few are
-# not looked at. Settings beside these differ by at most three first lines of 270, on either half of the models.
-# What else could speak for a line, such as that it reads what the likeliest line makes, that it moves values
-# between shards, that it puts all right together with its derivative, or that only results are made of it, was
-# tried and named no more lines.
+# The costs are those that name most lines of the planted models (`property_tests/planted`), but for two models
+# that are kept apart. Settings beside these name up to three lines of 270 less in the first place, on either
+# half of the models. What else could speak for a line, such as that it reads what the likeliest line makes, that
+# it moves values between shards, or that it puts all right together with its derivative, was tried and named no
+# more lines.
 
 _COST_OF_EVIDENCE = {
     "first": 1,
