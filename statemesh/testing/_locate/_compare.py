@@ -227,8 +227,10 @@ class Comparison:
         (result,), operands = node.results, node.operands
         if not all(x in self.values for x in (result, *operands)):
             return
-        at = len(self.scopes[result].sizes) + node.eqn.params["dimension"]
-        got = [self.got(x) for x in operands]
+        scope = self.scopes[result]
+        at = len(scope.sizes) + node.eqn.params["dimension"]
+        # A constant may be one of the program around.
+        got = [on_all_shards(self.values[x], scope) for x in operands]
         ends = np.cumsum([piece.shape[at] for piece in got])[:-1]
         for right in right_values(self, result):
             pieces, unit = np.split(right, ends, at), self._unit(self.values[result])
@@ -239,7 +241,7 @@ class Comparison:
                     known = self.relations[x]
                     if is_same:
                         self.relations[x] = Relation()
-                    elif known is None or not known.is_partial:
+                    elif self.scopes[x] == scope and (known is None or not known.is_partial):
                         self.relations[x], self.pieces[x] = None, piece
                 return
 

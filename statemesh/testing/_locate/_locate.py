@@ -268,8 +268,8 @@ def _wrong_specs(
 # The costs are those that name most lines of the planted models (`property_tests/planted`), but for two that
 # are kept apart. Settings beside these name up to three lines of 270 less in the first place, on either half
 # of the models. What else could speak for a line, such as that it reads what the likeliest line makes, that
-# it moves values between shards, or that it puts all right together with its derivative, was tried and named no
-# more lines.
+# it moves values between shards, or that it puts all right together with its derivative, was tried and named
+# no more lines.
 
 _COST_OF_EVIDENCE = {
     "first": 1,
