@@ -198,7 +198,7 @@ def test_right_programs_pass(name: str, dtype: str) -> None:
 @pytest.mark.parametrize(("dtype", "seed"), [("float32", 102), ("bfloat16", 110)])
 @pytest.mark.filterwarnings("default")
 def test_a_derivative_of_the_root_of_what_cancels_accuses_nobody(dtype: str, seed: int) -> None:
-    """For these rows the gradient of the bias is zero in a narrow dtype, or nearly so in no run with noise."""
+    """For these rows the gradient of the bias is zero in a narrow dtype, and so in no run with noise."""
     case = DELICATE["bias-before-a-norm-with-adam"].case(dtype)
     model, x = case.args
     rows = np.random.default_rng(seed).normal(size=x.shape)

@@ -523,3 +523,124 @@ def test_a_line_is_put_right_with_its_derivative() -> None:
 
     found = located(step, X[0], X, in_specs=(P(), ROWS), out_specs=P())
     assert found.places[0].line == line_with("by its own rows")
+
+
+# Loops, pieces, truths, calls: lines that come before others that are as wrong
+
+
+def halved_together(x: Any) -> Any:
+    def goes_on(x: Any) -> Any:
+        largest = jnp.abs(x).max()  # of own rows
+        return largest > 0.3  # asks own rows
+
+    return lax.while_loop(goes_on, lambda x: x / 2, x)
+
+
+def length(x: Any) -> Any:
+    return (x * x).sum()  # in the loop and before it
+
+
+def descended(x: Any) -> Any:
+    def once(carry: Any, _: Any) -> Any:
+        x, old = carry
+        new = length(jnp.sin(x))
+        return (x * (new / old), new), None
+
+    (x, _), _ = lax.scan(once, (x, length(x)), None, length=3)
+    return x
+
+
+def with_rows_before(x: Any) -> Any:
+    n = lax.axis_size("data")
+    before = lax.ppermute(x[-1:], "data", [(i + 1, i) for i in range(n - 1)])  # backward
+    return x * 2 + jnp.concatenate([before, x[:-1]])
+
+
+def with_rows_after(x: Any) -> Any:
+    after = jnp.zeros_like(x[:1])  # nothing after
+    return x * 2 + jnp.concatenate([x[1:], after])
+
+
+def small_everywhere(x: Any) -> Any:
+    own = (jnp.abs(x) < 1.5).all()
+    everywhere = lax.pmax(own.astype("int32"), "data") > 0  # somewhere
+    return jnp.where(everywhere, x, 0)
+
+
+def in_its_own_dtype(x: Any) -> Any:
+    total = lax.psum(jnp.where(jnp.isfinite(x), x, 0).sum(0), "data")
+    return total.astype(["float32", "float16"][lax.axis_size("data") > 1])  # narrowed
+
+
+def first_row() -> Any:
+    return lax.axis_index("data") * lax.axis_size("data")  # times the shards
+
+
+def numbered(x: Any) -> Any:
+    return x[:, 0] * (first_row() + jnp.arange(len(x)))
+
+
+def nearest(x: Any, y: Any) -> Any:
+    return (x @ y.T).max(1)
+
+
+def compared(x: Any) -> Any:
+    everyone = lax.all_gather(x, "data", tiled=True)
+    a = nearest(x, everyone)
+    b = nearest(jnp.tanh(x), x)  # among own rows
+    return a + b
+
+
+@pytest.mark.parametrize(
+    ("fun", "text"),
+    [
+        (halved_together, "of own rows"),
+        (descended, "in the loop and before it"),
+        (with_rows_before, "backward"),
+        (with_rows_after, "nothing after"),
+        (small_everywhere, "somewhere"),
+        (in_its_own_dtype, "narrowed"),
+        (numbered, "times the shards"),
+        (compared, "among own rows"),
+    ],
+)
+def test_the_line_that_comes_first(fun: Any, text: str) -> None:
+    out = P() if fun is in_its_own_dtype else ROWS
+    assert located(fun, out_specs=out).places[0].line == line_with(text)
+
+
+def test_numbers_that_differ_are_shown_apart() -> None:
+    place, *_ = located(lambda x: x * (1 + 1e-7 * (lax.axis_size("data") - 1))).places
+    assert place.got.split()[0] != place.want.split()[0]
+
+
+def test_of_a_result_the_number_that_is_most_off_is_shown() -> None:
+    def constants(x: Any) -> Any:
+        shards = lax.axis_size("data")
+        return jnp.array([1 + 1e-6 * shards, 2.0 * shards])
+
+    place, *_ = located(constants, out_specs=P()).places
+    assert (place.got, place.want) == ("8 at [1]", "2")
+
+
+def row_of_the_first_shard() -> Any:
+    return jnp.int32(0)
+
+
+def test_no_cause_where_another_function_may_have_given_a_number() -> None:
+    def counted(x: Any) -> Any:
+        row = row_of_the_first_shard() + jnp.arange(len(x))  # from row 0
+        return x[:, 0] * row
+
+    found = located(counted)
+    assert found.places[0].line == line_with("from row 0")
+    assert found.cause is None
+
+    def counted_from(first: int) -> Any:
+        return lambda x: x[:, 0] * (first + jnp.arange(len(x)))  # from a number
+
+    number = line_with("from a number")
+    cause = (
+        f"with 2 * jax.lax.axis_index('data') added at {HERE.name}:{number}, all results are right"
+    )
+    assert located(counted_from(0)).cause == cause

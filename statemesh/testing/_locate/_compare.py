@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._program._jaxprs import Jaxpr, operands_of_loop
+from .._program._lines import SourceLine
 from .._program._numbers import distances, numbers, roundoff
 from .._program._stacked import MappedAxes, Stacked, names_of_spec
 from .._types import Numbers
@@ -19,6 +20,7 @@ from ._relations import Relation, largest, relation, tolerated, whole
 
 
 Evaluators: TypeAlias = tuple[Evaluator, Evaluator]
+Origins: TypeAlias = Sequence[SourceLine | None]
 
 # What is kept of the values of both programs, in bytes. Later ones are let go where no node reads them.
 _MOST_BYTES = 2**29
@@ -38,6 +40,7 @@ class Comparison:
 
     - `evaluators`: of the program on a mesh, and of that on one device.
     - `scope`: the mesh axes around the programs.
+    - `origins`: for values that come in the lines outside that made them; none for all others.
 
     **Attributes:**
 
@@ -48,6 +51,7 @@ class Comparison:
     - `scopes`: the mesh axes over which each value may differ.
     - `values`: those of the program on the mesh, as far as they are kept.
     - `wants`: what they are on one device; none where that program has no value that belongs to it.
+    - `pieces`: what shards should have of values that are a part of one that has a counterpart.
     - `relations`: what each value of the program on the mesh is of that on one device.
     - `indices`: the values that differ because they are made from the index of a shard.
     - `positions`: those of them that are not made from constants only.
@@ -56,7 +60,7 @@ class Comparison:
     - `right`: which of those on the mesh are right.
     """
 
-    def __init__(self, evaluators: Evaluators, scope: MappedAxes) -> None:
+    def __init__(self, evaluators: Evaluators, scope: MappedAxes, origins: Origins) -> None:
         self.evaluators, self.scope = evaluators, scope
         self.mesh, self.single = (evaluator.graph for evaluator in evaluators)
         self.maker = {x: node for node in self.mesh.nodes for x in node.results}
@@ -64,9 +68,11 @@ class Comparison:
         self.matched = len(self.partners) == len(self.mesh.nodes) == len(self.single.nodes)
         self.scopes = dict.fromkeys((*self.mesh.inputs, *self.mesh.constants), scope)
         self.scopes |= {x: node.around for node in self.mesh.nodes for x in node.results}
+        self.origins = dict(zip(self.mesh.inputs, origins, strict=True)) if origins else {}
         self._known: tuple[Values, Values] = {}, {}
         self.values = self._known[0]
         self.wants: dict[int, Numbers] = {}
+        self.pieces: dict[int, Numbers] = {}
         self.relations: dict[int, Relation | None] = {}
         self.indices: set[int] = set()
         self.positions: set[int] = set()
@@ -104,7 +110,11 @@ class Comparison:
         join, value = self.maker.get(operand), values[operand]
         if join is not None and self._has_unequal_copies(join, values[join.operands[0]]):
             return False
-        return self._is_right_as(relation(value, want, self.scope, 0.0, self._unit(value)))
+        if value.x.dtype != self.ends[1][number].x.dtype:
+            return False
+        return self._is_right_as(
+            relation(value, want, self.scope, 0.0, self._unit(value)), value.x.dtype
+        )
 
     def _has_unequal_copies(self, node: Node, value: Stacked) -> bool:
         """Whether shards have different values of what is joined, of which a device keeps its own copy."""
@@ -121,10 +131,12 @@ class Comparison:
         """The roundoff of a value; 0 where floats are in double precision."""
         return 0.0 if self.evaluators[0].wide else roundoff(value.x.dtype)
 
-    def _is_right_as(self, known: Relation | None) -> bool:
+    def _is_right_as(self, known: Relation | None, dtype: Any) -> bool:
         """Whether a result with this relation is one that it should have."""
-        # Around loops there are mesh axes, and what is carried may be anything that is related.
-        return known is not None and (known.is_plain or bool(self.scope.sizes))
+        # Around loops there are mesh axes, and what is carried may be anything that is related. Truths that
+        # differ are always related: some shard's is that of one device.
+        may_be_partial = bool(self.scope.sizes) and dtype.kind != "b"
+        return known is not None and (known.is_plain or may_be_partial)
 
     # Both programs run
 
@@ -158,6 +170,10 @@ class Comparison:
             for known, graph in zip(self._known, (self.mesh, self.single), strict=True)
         ]
         self.right = list(map(self._is_right_end, self.mesh.results, *self.ends))
+        if not all(self.right):
+            for node in reversed(self.mesh.nodes):
+                if node.name == "concatenate" and self.is_unrelated(node.results[0]):
+                    self._tell_pieces(node)
 
     def _run_node(self, side: int, node: Node) -> None:
         known = self._known[side]
@@ -203,6 +219,32 @@ class Comparison:
             if self._bytes <= _MOST_BYTES:
                 self.wants[x] = want
 
+    def _tell_pieces(self, node: Node) -> None:
+        """Of an array put together from pieces some of which are right, tell the right ones and the others.
+
+        Pieces such as the edges of neighbours have no counterpart on one device, but their whole has.
+        """
+        (result,), operands = node.results, node.operands
+        if not all(x in self.values for x in (result, *operands)):
+            return
+        scope = self.scopes[result]
+        at = len(scope.sizes) + node.eqn.params["dimension"]
+        # A constant may be one of the program around.
+        got = [on_all_shards(self.values[x], scope) for x in operands]
+        ends = np.cumsum([piece.shape[at] for piece in got])[:-1]
+        for right in right_values(self, result):
+            pieces, unit = np.split(right, ends, at), self._unit(self.values[result])
+            pairs_of = zip(got, pieces, strict=True)
+            same = [bool(np.all(distances(a, b) <= tolerated(b, 0.0, unit))) for a, b in pairs_of]
+            if any(same) and not all(same):
+                for x, piece, is_same in zip(operands, pieces, same, strict=True):
+                    known = self.relations[x]
+                    if is_same:
+                        self.relations[x] = Relation()
+                    elif self.scopes[x] == scope and (known is None or not known.is_partial):
+                        self.relations[x], self.pieces[x] = None, piece
+                return
+
     def _is_index(self, node: Node) -> bool:
         """Whether results are made from the index of a shard, or from constants, and so may differ."""
         others = {*node.operands}.difference(self.mesh.constants)
@@ -227,11 +269,14 @@ class Comparison:
         if got.x.dtype != single.x.dtype:
             known = None
         is_index = bool(self.scope.sizes) and operand in self.indices
-        return self._is_right_as(known) or is_index
+        return self._is_right_as(known, got.x.dtype) or is_index
 
 
 def compare(
-    evaluators: Evaluators, scope: MappedAxes, inputs: Sequence[Sequence[Stacked]]
+    evaluators: Evaluators,
+    scope: MappedAxes,
+    inputs: Sequence[Sequence[Stacked]],
+    origins: Origins = (),
 ) -> Comparison:
     """Run two programs side by side and relate their values.
 
@@ -239,7 +284,7 @@ def compare(
 
     - `inputs`: the values that come into each.
     """
-    comparison = Comparison(evaluators, scope)
+    comparison = Comparison(evaluators, scope, origins)
     comparison.run(inputs)
     return comparison
 
@@ -250,6 +295,9 @@ def compare(
 def right_values(comparison: Comparison, value: int) -> Iterator[Numbers]:
     """What shards may have to have, the likeliest first: what one device has, its parts, parts of a sum."""
     want, scope = comparison.wants.get(value), comparison.scopes[value]
+    if value in comparison.pieces:
+        yield comparison.pieces[value]
+        return
     if want is None:
         return
     got, known = comparison.got(value), comparison.relations[value]
@@ -297,12 +345,14 @@ class _Loop:
     consts: Sequence[Stacked]
     carry: Sequence[Stacked] = ()
     scanned: Sequence[Stacked] = ()
+    condition: Jaxpr | None = None
+    of_condition: Sequence[Stacked] = ()
 
 
 def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] | None:
     """The branch, or the first round of a loop, that makes something unrelated; `None` if one cannot look.
 
-    With a round comes its number.
+    With a round comes its number. Where a loop goes on in one program only, it is the condition's.
     """
     if node not in comparison.operands:
         return None
@@ -311,18 +361,46 @@ def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] 
     rounds = loops[0].rounds
     if not rounds or rounds != loops[1].rounds:
         return None
-    evaluators = [
-        Evaluator(graph_of(loop.body, side.scope, node.line), around.wide, around.exact)
-        for loop, side, around in zip(loops, nodes, comparison.evaluators, strict=True)
-    ]
+
+    def evaluators(jaxprs: Sequence[Jaxpr]) -> Evaluators:
+        a, b = (
+            Evaluator(graph_of(jaxpr, side.scope, node.line), around.wide, around.exact)
+            for jaxpr, side, around in zip(jaxprs, nodes, comparison.evaluators, strict=True)
+        )
+        return a, b
+
+    lines = _origins(comparison, node.operands)
+    is_branch = node.name == "cond"
+    consts, carry, scanned = (lines[1:], [], []) if is_branch else operands_of_loop(node.eqn, lines)
+    bodies = evaluators([loop.body for loop in loops])
+    conditions = [loop.condition for loop in loops if loop.condition is not None]
+    of_conditions = evaluators(conditions) if conditions else None
     for number in rounds[:_MOST_ROUNDS]:
+        if of_conditions:
+            asked = [
+                _spread(side.scope, [*loop.of_condition, *loop.carry])
+                for loop, side in zip(loops, nodes, strict=True)
+            ]
+            within = compare(of_conditions, node.scope, asked)
+            if not all(within.right):
+                return within, number
+            if not np.any(within.ends[1][0].x):
+                return None
         inputs = [_inputs(*each, number) for each in zip(loops, nodes, strict=True)]
-        within = compare((evaluators[0], evaluators[1]), node.scope, inputs)
+        within = compare(bodies, node.scope, inputs, [*consts, *carry, *scanned])
         if not all(within.right):
-            return within, None if node.name == "cond" else number
+            return within, None if is_branch else number
+        carry = _origins(within, within.mesh.results)[: len(carry)]
         for loop, values in zip(loops, within.ends, strict=True):
             loop.carry = values[: len(loop.carry)]
     return None
+
+
+def _origins(comparison: Comparison, values: Sequence[int]) -> list[SourceLine | None]:
+    """The lines that made values which are partial results."""
+    makers = [None if comparison.is_plain(x) else comparison.maker.get(x) for x in values]
+    outside = [comparison.origins.get(x) for x in values]
+    return [maker.line if maker else line for maker, line in zip(makers, outside, strict=True)]
 
 
 def _loop(node: Node, operands: list[Stacked]) -> _Loop:
@@ -335,14 +413,21 @@ def _loop(node: Node, operands: list[Stacked]) -> _Loop:
         return _Loop(params["branches"][taken[0]], taken if len(taken) == 1 else (), consts)
     parts = operands_of_loop(node.eqn, operands)
     if node.name == "while":
-        return _Loop(params["body_jaxpr"], range(_MOST_ROUNDS), *parts)
+        condition, of_condition = params["cond_jaxpr"], operands[: params["cond_nconsts"]]
+        rounds = range(_MOST_ROUNDS)
+        return _Loop(params["body_jaxpr"], rounds, *parts, condition, of_condition)
     rounds = range(params["length"])
     return _Loop(params["jaxpr"], rounds[::-1] if params["reverse"] else rounds, *parts)
 
 
 def _inputs(loop: _Loop, node: Node, number: int) -> list[Stacked]:
-    """What comes into a round, with a copy for each shard, so that all rounds have the same shapes."""
+    """What comes into a round."""
     scope, axes = node.scope, tuple(node.scope.sizes)
-    spread = [scope.spread(x, axes) for x in (*loop.consts, *loop.carry)]
     at = (*[slice(None)] * len(axes), number)
-    return spread + [Stacked(scope.spread(x, axes).x[at], axes) for x in loop.scanned]
+    scanned = [Stacked(scope.spread(x, axes).x[at], axes) for x in loop.scanned]
+    return _spread(scope, [*loop.consts, *loop.carry]) + scanned
+
+
+def _spread(scope: MappedAxes, values: Sequence[Stacked]) -> list[Stacked]:
+    """The values with a copy for each shard, so that all rounds have the same shapes."""
+    return [scope.spread(x, tuple(scope.sizes)) for x in values]

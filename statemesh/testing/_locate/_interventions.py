@@ -5,8 +5,10 @@ line is the cause where putting it right puts the results right. Either its valu
 or they become what a simple change of the line would make. Only the nodes after a line run again.
 """
 
+import builtins
 import collections
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -39,6 +41,9 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mea
 _SHIFTS = {1: "a move to the next shard", -1: "a move to the shard before", 0: "no move"}
 _LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+# A call by a bare name.
+_CALL = re.compile(r"(?<![\w.])([A-Za-z_]\w*)\(")
 
 # What gives a value, with all mesh axes in front.
 Read: TypeAlias = Callable[[int], Numbers]
@@ -320,6 +325,12 @@ def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Nod
     elif jnp.issubdtype(aval.dtype, jnp.integer):
         for summand in (1, -1):
             yield 0, {x: _increased(x, np.asarray(summand)) for x in values}, ""
+        indices = [node for node in suspect.nodes if node.name == "axis_index"]
+        counted = {name for node in indices for name in names_of(node.eqn)}
+        is_multiple = nodes[0].name == "mul" and suspect.evidence == "index" and not aval.shape
+        for name, _, offset in _offsets(comparison, scope, 0) if is_multiple else ():
+            if name in counted:
+                yield 1, dict.fromkeys(values, constant(offset)), ""
         for name, length, offset in _offsets(comparison, scope, len(aval.shape), aval.shape[-1:]):
             yield 0, {x: _increased(x, offset) for x in values}, _added(length, name)
 
@@ -411,6 +422,8 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     if len(here) != 1 or {trial.words for trial in trials} != here or "" in here:
         return None
     lines = {trial.suspect.line for trial in trials}
+    if any(_may_be_given(comparison, x) for trial in trials for x in trial.changes):
+        return None
     for trial in trials:
         if trial.is_added:
             lines |= _handing_on(comparison, trial)
@@ -420,6 +433,21 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     first, *others = known
     more = [str(line.number) if line.file == first.file else str(line) for line in others]
     return f"{here.pop()} at {' or '.join([str(first), *more])}, all results are right"
+
+
+def _may_be_given(comparison: Comparison, value: int) -> bool:
+    """Whether a literal is added on a line that calls a function, which may have given it."""
+    maker = comparison.maker.get(value)
+    if maker is None or maker.line is None or not _calls_by_name(maker.line):
+        return False
+    literals = comparison.mesh.constants.keys()
+    nodes = [node for node in comparison.mesh.nodes if value in node.operands or node is maker]
+    return any(node.name == "add" and not literals.isdisjoint(node.operands) for node in nodes)
+
+
+def _calls_by_name(line: SourceLine) -> bool:
+    """Whether a line calls a function by its bare name, as those of the user's are called."""
+    return any(not hasattr(builtins, name) for name in _CALL.findall(line.source))
 
 
 def _handing_on(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:

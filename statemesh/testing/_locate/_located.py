@@ -215,8 +215,9 @@ def most_off(got: Numbers, want: Numbers, names: Collection[Hashable]) -> tuple[
     at = f" at {list(local)}" if local else ""
     shards = sorted(np.ndindex(got.shape[:count]), key=lambda shard: -off[(*shard, *local)])[:2]
     shards.sort()
-    values = [f"{_shown(got[(*k, *local)])} on {_shard(names, k)}" for k in shards]
-    goals = list(dict.fromkeys(_shown(want[(*k, *local)]) for k in shards))
+    shown = [_shown_apart(got[(*k, *local)], want[(*k, *local)]) for k in shards]
+    values = [f"{x} on {_shard(names, k)}" for k, (x, _) in zip(shards, shown, strict=True)]
+    goals = list(dict.fromkeys(goal for _, goal in shown))
     return ", ".join(values) + at, " and ".join(goals), "; ".join(_shard(names, k) for k in shards)
 
 
@@ -226,18 +227,25 @@ def whole_values(values: Sequence[AnyLeaf], types: Sequence[AnyLeaf]) -> tuple[s
         got, want = (f"{kind.dtype}{list(kind.shape)}" for kind in types)
         return got, want
     got, want = map(numbers, values)
-    off = np.asarray(got != want)
+    off = distances(got, want)
     at = tuple(map(int, np.unravel_index(int(np.argmax(off)), off.shape)))
     index = f" at {list(at)}" if at else ""
-    return _shown(got[at]) + index, _shown(want[at])
+    shown = _shown_apart(got[at], want[at])
+    return shown[0] + index, shown[1]
 
 
 def _shard(names: Collection[Hashable], index: Sequence[int]) -> str:
     return errors.axes_str(dict(zip(names, map(int, index), strict=True))) or "one device"
 
 
-def _shown(x: Numbers) -> str:
-    return f"{x:.6g}" if x.dtype.kind == "f" else str(x)
+def _shown_apart(got: Numbers, want: Numbers) -> tuple[str, str]:
+    """Two numbers, with as many digits as it takes to see that they differ."""
+    digits = next((n for n in (6, 9, 12) if _shown(got, n) != _shown(want, n)), 17)
+    return _shown(got, digits), _shown(want, digits)
+
+
+def _shown(x: Numbers, digits: int) -> str:
+    return f"{x:.{digits}g}" if x.dtype.kind == "f" else str(x)
 
 
 def _array(shape: Sequence[int]) -> str:

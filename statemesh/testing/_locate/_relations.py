@@ -58,6 +58,12 @@ class Relation:
         """Whether shards have the very numbers that one device has, each its part or all of them."""
         return self.factor == 1 and all(kind in ("equal", "parts") for _, kind, _ in self.kinds)
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether shards have a part of a sum or the like, or a multiple."""
+        partial = ("sum", "mean", "max", "min")
+        return self.factor != 1 or any(kind in partial for _, kind, _ in self.kinds)
+
 
 def whole(value: Stacked) -> Numbers:
     """The value of a program on one device, without mesh axes."""
@@ -193,7 +199,8 @@ def _merged(
         return
     if "mean" in kinds and x.dtype.kind in "fc":
         yield "mean", 0, x.mean(0)
-    if "max" in kinds and x.dtype.kind in "fiu":
+    # Of truths these are whether any shard's is true, and whether all are.
+    if "max" in kinds and x.dtype.kind in "fiub":
         yield "max", 0, x.max(0)
         yield "min", 0, x.min(0)
     if "one" in kinds and x.dtype.kind == "f":

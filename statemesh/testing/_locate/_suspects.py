@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from .._program._lines import SourceLine
-from ._compare import Comparison
+from .._program._lines import SourceLine, callers_of
+from ._compare import Comparison, right_values
 from ._graph import Node
 
 
@@ -20,15 +20,22 @@ _OF_A_PART = (
     "reduce_window_sum",
 )
 
+# These reduce over shards; in checked programs they have longer names.
+_REDUCTIONS = ("psum", "pmax", "pmin")
+
 # What speaks for a line:
 # - "first": of values that are right, or parts of them, it makes one that is neither;
+# - "reduced": the same, by a reduction over shards that gets another kind of partial results;
+# - "unshaped": the same, but what one device has cannot be the parts of it;
 # - "unsure": the same, but it reads what differs because of the index of a shard, or gives positions in the
 #   shard's own part;
 # - "related": it makes partial results and multiples only;
 # - "index": it makes only what differs because of the index of a shard;
 # - "after": what it reads is wrong already;
 # - "other": it makes what one device has.
-Evidence: TypeAlias = Literal["first", "unsure", "related", "index", "after", "other"]
+Evidence: TypeAlias = Literal[
+    "first", "reduced", "unshaped", "unsure", "related", "index", "after", "other"
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +74,12 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
     for (line, transposed), group in by_line.items():
         results_here = values.intersection(x for node in group for x in node.results)
         handed_on = sorted(x for x in results_here if x in ends or not readers[x] <= {*group})
+        if line is not None and not transposed:
+            # A line that runs outside of a loop too has made what comes in.
+            handed_on += [x for x in values if comparison.origins.get(x) == line]
         evidence = _evidence(comparison, group, handed_on)
+        if evidence in ("first", "unshaped") and (call := _wrong_call(comparison, group)):
+            line, evidence = call, "first"
         suspects.append(Suspect(line, transposed, group, handed_on, evidence))
     return suspects
 
@@ -106,16 +118,50 @@ def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[in
             not comparison.positions.isdisjoint(node.operands) or _is_of_a_part(comparison, node)
             for node in first
         )
-        return "unsure" if is_unsure else "first"
+        if is_unsure:
+            return "unsure"
+        if any(_is_reduction_of_partial(comparison, node) for node in first):
+            return "reduced"
+        return "unshaped" if any(_is_unshaped(comparison, x) for x in values) else "first"
     if all(comparison.relations[x] is not None for x in values):
         return "related"
     return "index" if comparison.positions.issuperset(values) else "after"
+
+
+def _wrong_call(comparison: Comparison, nodes: Sequence[Node]) -> SourceLine | None:
+    """The line that calls the function of these nodes with arrays of another shape than its other calls."""
+    first = next(node for node in nodes if is_first(comparison, node))
+    if first.line is None or not any(_is_unshaped(comparison, x) for x in first.results):
+        return None
+    alike = [x for x in comparison.mesh.nodes if x.line == first.line]
+    unrelated = [x for x in alike if any(map(comparison.is_unrelated, x.results))]
+    wrong = {callers_of(x.eqn) for x in unrelated if x.transposed == first.transposed}
+    right = {callers_of(x.eqn) for x in alike if x.transposed == first.transposed} - wrong
+    if len(wrong) != 1 or not right:
+        return None
+    (path,) = wrong
+    return next(
+        (line for k, line in enumerate(path) if any(x[k : k + 1] != (line,) for x in right)), None
+    )
 
 
 def is_first(comparison: Comparison, node: Node) -> bool:
     """Whether a node makes something unrelated of what is related."""
     makes = any(map(comparison.is_unrelated, node.results))
     return makes and not any(map(comparison.is_unrelated, node.operands))
+
+
+def _is_reduction_of_partial(comparison: Comparison, node: Node) -> bool:
+    relations = [comparison.relations[x] for x in node.operands]
+    # What is too large everywhere was made so before.
+    partial = any(known and known.is_partial and known.factor == 1 for known in relations)
+    return node.name.startswith(_REDUCTIONS) and partial
+
+
+def _is_unshaped(comparison: Comparison, value: int) -> bool:
+    """Whether nobody knows what an unrelated value should be."""
+    is_known = next(right_values(comparison, value), None) is not None
+    return comparison.is_unrelated(value) and not is_known
 
 
 def _is_of_a_part(comparison: Comparison, node: Node) -> bool:
