@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -78,6 +78,57 @@ def whole_over(fact: Axes) -> Axes:
     return frozenset(mark.axis_name for mark in fact if isinstance(mark, _Whole)) - fact
 
 
+class Losing(Differing):
+    """A walk that finds where types lose that a value differs.
+
+    **Attributes:**
+
+    - `equations`: those of which a result differs over an axis that its type leaves out, while the types of all
+        operands are right.
+    - `axes`: the axes that are lost.
+    - `used`: whether any such result is used as it is. If it is only cast to vary, the types are right again.
+    - `in_gradients`: whether anything of the backward pass of a derivative has such a type.
+    """
+
+    def __init__(self) -> None:
+        self.equations: list[Equation] = []
+        self.axes: set[AxisName] = set()
+        self.used = False
+        self.in_gradients = False
+        self._backward = 0
+
+    def equation(
+        self, eqn: Equation, facts: Sequence[Axes]
+    ) -> tuple[Sequence[Axes], Sequence[Body[Axes]]]:
+        backward = jaxprs.is_backward(eqn)
+        self._backward += backward
+        results, bodies = super().equation(eqn, facts)
+        lost = self.lost(eqn.outvars, map(self.result, eqn.outvars, results))
+        of_operands = self.lost(eqn.invars, facts)
+        if lost:
+            self.axes |= lost
+            self.in_gradients |= bool(self._backward)
+            if not of_operands and jaxprs.has_own_types(eqn):
+                self.equations.append(eqn)
+                # A cast of the result comes too late for the gradients of these.
+                self.used |= any(lost - _typed(x) for x in eqn.invars if compat.is_inexact_type(x))
+        if of_operands and jaxprs.has_own_types(eqn) and not jaxprs.made_varying(eqn):
+            self.used = True
+        self._backward -= backward
+        return results, bodies
+
+    @staticmethod
+    def lost(values: Iterable[Any], facts: Iterable[Axes]) -> Axes:
+        """The axes over which any of these values differs although its type leaves them out."""
+        lost = NO_AXES
+        for x, fact in zip(values, facts, strict=True):
+            aval = getattr(x, "aval", None)
+            if fact and compat.says_what_varies(aval):
+                differs = frozenset(axis for axis in fact if not isinstance(axis, _Whole))
+                lost |= differs - _typed(x) - compat.unreduced_type(aval)
+        return lost
+
+
 class Recorded:
     """The axes over which values may differ that are being recorded into a program with types.
 
@@ -85,7 +136,7 @@ class Recorded:
     """
 
     def __init__(self) -> None:
-        self._walk = Differing()
+        self._walk = Losing()
         # By the identity of the equation, which is kept: another one could get its identity.
         self._results: dict[int, tuple[Equation, Sequence[Axes]]] = {}
 
@@ -109,6 +160,13 @@ class Recorded:
             self._results[id(eqn)] = eqn, axes
         # A `vmap` that spreads its lanes over a mesh axis takes that axis out of the types of what it maps.
         return (self._fact(value) or NO_AXES) - (_typed(value) - _typed(x))
+
+    def losing(self, values: Sequence[Any]) -> Losing:
+        """Where types lose that something differs of which these values, or those of earlier calls, are made."""
+        walk = self._walk
+        if walk.lost(values, [self.of(x) for x in values]):
+            walk.used = True
+        return walk
 
     def _fact(self, x: Any) -> Axes | None:
         """What is known of a value; `None` before its equation was walked."""

@@ -75,6 +75,17 @@ def varying_type(aval: object) -> Axes:
     return NO_AXES if mark is None else frozenset(mark.varying)
 
 
+def says_what_varies(aval: object) -> bool:
+    """Whether a variable's type says over which mesh axes it may differ. Those of tokens and references do not."""
+    return getattr(aval, "manual_axis_type", None) is not None and referred_type(aval) is aval
+
+
+def is_inexact_type(x: Any) -> bool:
+    """Whether a value, or a variable of a jaxpr, holds floating or complex numbers; a literal does not count."""
+    dtype = getattr(getattr(x, "aval", None), "dtype", None)
+    return not isinstance(x, Literal) and dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+
+
 def unreduced_type(aval: object) -> Axes:
     """The mesh axes over which a variable of a jaxpr holds parts of one sum, by its type."""
     mark = getattr(aval, "manual_axis_type", None)
@@ -145,6 +156,13 @@ class FollowedStates:
     """Marks a trace whose jaxpr will tell which state was made from which."""
 
 
+@dataclasses.dataclass(frozen=True)
+class TypedRight:
+    """Marks a trace in which the calls of these primitives are typed right."""
+
+    primitives: frozenset[str]
+
+
 class Watched:
     """Marks a trace in which every mapped call is looked at. Each one is a mark of its own."""
 
@@ -153,7 +171,7 @@ class InMicrobatches:
     """Marks the trace of one microbatch."""
 
 
-Mark: TypeAlias = FollowedAxes | FollowedStates | Watched | InMicrobatches
+Mark: TypeAlias = FollowedAxes | FollowedStates | TypedRight | Watched | InMicrobatches
 
 
 def trace_marked(
@@ -327,6 +345,11 @@ def typed_apart(error: BaseException) -> list[tuple[str, str]]:
     if "to='varying'" not in text:
         return []
     return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type (\w+\[[\d,]*\])", text)
+
+
+def refused_types(error: BaseException) -> bool:
+    """Whether JAX raised it because a value varies that is to be the same, or varies already."""
+    return "to='varying'" in str(error)
 
 
 def in_collective_over(error: BaseException, name: AxisName) -> bool:
