@@ -84,37 +84,36 @@ class Losing(Differing):
     **Attributes:**
 
     - `equations`: those of which a result differs over an axis that its type leaves out, while the types of all
-        operands are right.
+        operands are right; each with those around that run it, the outermost first.
     - `axes`: the axes that are lost.
     - `used`: whether any such result is used as it is. If it is only cast to vary, the types are right again.
     - `in_gradients`: whether anything of the backward pass of a derivative has such a type.
     """
 
     def __init__(self) -> None:
-        self.equations: list[Equation] = []
+        self.equations: list[list[Equation]] = []
         self.axes: set[AxisName] = set()
         self.used = False
         self.in_gradients = False
-        self._backward = 0
+        self._around: list[Equation] = []
 
     def equation(
         self, eqn: Equation, facts: Sequence[Axes]
     ) -> tuple[Sequence[Axes], Sequence[Body[Axes]]]:
-        backward = jaxprs.is_backward(eqn)
-        self._backward += backward
+        self._around.append(eqn)
         results, bodies = super().equation(eqn, facts)
         lost = self.lost(eqn.outvars, map(self.result, eqn.outvars, results))
         of_operands = self.lost(eqn.invars, facts)
         if lost:
             self.axes |= lost
-            self.in_gradients |= bool(self._backward)
+            self.in_gradients |= any(map(jaxprs.is_backward, self._around))
             if not of_operands and jaxprs.has_own_types(eqn):
-                self.equations.append(eqn)
+                self.equations.append(list(self._around))
                 # A cast of the result comes too late for the gradients of these.
                 self.used |= any(lost - _typed(x) for x in eqn.invars if compat.is_inexact_type(x))
         if of_operands and jaxprs.has_own_types(eqn) and not jaxprs.made_varying(eqn):
             self.used = True
-        self._backward -= backward
+        self._around.pop()
         return results, bodies
 
     @staticmethod

@@ -479,11 +479,11 @@ def _steps(
             known = frozenset[Any]() if lost is None else lost.primitives
             lost = dataclasses.replace(found.lost, primitives=known | found.lost.primitives)
             return steps(*arrays)
-        except (TypeError, ValueError) as error:
-            # A loop may carry what is typed right now and begin with one value, or the user may have cast it.
-            ours = isinstance(error, StatemeshError)
-            if ours or lost is None or stay_lost or not compat.refused_types(error):
+        except Exception as error:
+            if lost is None or stay_lost or isinstance(error, StatemeshError):
                 raise
+            # With the types of JAX it could be traced. A loop carries what is typed right now and begins with
+            # one value, or the user has cast it too.
             if lost.in_gradients:
                 raise _types_lost(declared.name, lost) from error
             stay_lost = True

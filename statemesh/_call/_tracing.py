@@ -320,11 +320,14 @@ class FromTypes:
         **Raises:** `TypesLost`, for primitives that are not typed right yet.
         """
         losing = self.recorded.losing(outputs)
-        equations = [eqn for eqn in losing.equations if eqn.primitive not in typing]
+        equations = [eqns for eqns in losing.equations if eqns[-1].primitive not in typing]
         if equations and losing.used:
-            lines = (user_line(frames_of(eqn)) for eqn in equations)
+            lines = [
+                next(filter(None, (user_line(frames_of(eqn)) for eqn in reversed(eqns))), "")
+                for eqns in equations
+            ]
             lost = Lost(
-                frozenset(eqn.primitive for eqn in equations),
+                frozenset(eqns[-1].primitive for eqns in equations),
                 tuple(dict.fromkeys(filter(None, lines))),
                 frozenset(losing.axes),
                 losing.in_gradients,
@@ -338,7 +341,9 @@ class FromTypes:
         if self._runs != self.lost.run:
             return outputs
         return [
-            one_copy(x, same) if (same := [*(compat.varying(x) - typed - self.recorded.of(x))]) else x
+            one_copy(x, same)
+            if (same := [*(compat.varying(x) - typed - self.recorded.of(x))])
+            else x
             for x, typed in zip(outputs, self.lost.typed, strict=True)
         ]
 

@@ -83,7 +83,9 @@ def says_what_varies(aval: object) -> bool:
 def is_inexact_type(x: Any) -> bool:
     """Whether a value, or a variable of a jaxpr, holds floating or complex numbers; a literal does not count."""
     dtype = getattr(getattr(x, "aval", None), "dtype", None)
-    return not isinstance(x, Literal) and dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+    return (
+        not isinstance(x, Literal) and dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+    )
 
 
 def unreduced_type(aval: object) -> Axes:
@@ -345,11 +347,6 @@ def typed_apart(error: BaseException) -> list[tuple[str, str]]:
     if "to='varying'" not in text:
         return []
     return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type (\w+\[[\d,]*\])", text)
-
-
-def refused_types(error: BaseException) -> bool:
-    """Whether JAX raised it because a value varies that is to be the same, or varies already."""
-    return "to='varying'" in str(error)
 
 
 def in_collective_over(error: BaseException, name: AxisName) -> bool:

@@ -447,6 +447,19 @@ def traced_outside(fun: Callable[..., PyTree], *arrays: PyTree) -> ClosedJaxpr:
         return pool.submit(trace).result()
 
 
+def primitive_of_cast() -> Any:
+    """The primitive that types a value as varying. JAX exports it under no name."""
+    mesh, spec = jax.sharding.AbstractMesh((1,), ("x",)), jax.sharding.PartitionSpec("x")
+    cast = jax.shard_map(
+        lambda x: compat.vary(x, ["x"]),
+        mesh=mesh,
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=spec,
+    )
+    eqns = equations(open_jaxpr(traced_outside(cast, np.zeros(1, np.float32))))
+    return next(eqn.primitive for eqn in eqns if eqn.primitive.name == _VARYING)
+
+
 def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
     """The results, inside a checked `shard_map`, of a program that was traced outside of any.
 

@@ -26,6 +26,8 @@ _NONE: Primitives = frozenset()
 _active: ContextVar[Primitives] = ContextVar("_active", default=_NONE)
 # The primitives whose calls ask what is active.
 _asking: set[Any] = set()
+# The primitive of casts, once it asks too.
+_casting: list[Any] = []
 
 
 active = _active.get
@@ -40,6 +42,9 @@ def typing_right(primitives: Primitives) -> Iterator[None]:
     for primitive in primitives - _asking:
         _asking.add(primitive)
         primitive.bind = _asking_first(primitive)
+    if primitives and not _casting:
+        _casting.append(cast := jaxprs.primitive_of_cast())
+        cast.bind = _unless_cast(cast)
     token = _active.set(primitives)
     try:
         yield
@@ -81,6 +86,19 @@ def _asking_first(primitive: Any) -> Callable[..., Any]:
         return [y if k in same else _vary(y, axes) for k, y in enumerate(results)]
 
     return typed
+
+
+def _unless_cast(cast: Any) -> Callable[..., Any]:
+    """JAX runs jaxprs in which there are casts again, where it differentiates them: their operands vary now."""
+    bind = cast.bind
+
+    def idempotent(x: Any, *, axes: Any, **params: Any) -> Any:
+        if active():
+            held = compat.varying_type(jax.typeof(x))
+            axes = type(axes)(axis for axis in axes if axis not in held)
+        return bind(x, axes=axes, **params) if axes else x
+
+    return idempotent
 
 
 def _varying_into(name: str, operands: Sequence[Any], params: dict[str, Any]) -> Axes:
