@@ -83,8 +83,8 @@ class Losing(Differing):
 
     **Attributes:**
 
-    - `equations`: those of which a result differs over an axis that its type leaves out, while the types of all
-        operands are right; each with those around that run it, the outermost first.
+    - `equations`: those of which a result differs over an axis that its type leaves out, while the types of
+        all operands are right; each with those around that run it, the outermost first.
     - `axes`: the axes that are lost.
     - `used`: whether any such result is used as it is. If it is only cast to vary, the types are right again.
     - `in_gradients`: whether anything of the backward pass of a derivative has such a type.
@@ -161,7 +161,7 @@ class Recorded:
         return (self._fact(value) or NO_AXES) - (_typed(value) - _typed(x))
 
     def losing(self, values: Sequence[Any]) -> Losing:
-        """Where types lose that something differs of which these values, or those of earlier calls, are made."""
+        """Where types lose what differs, in all that made these values and those of earlier calls."""
         walk = self._walk
         if walk.lost(values, [self.of(x) for x in values]):
             walk.used = True

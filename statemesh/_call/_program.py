@@ -469,7 +469,7 @@ def _steps(
             return outputs, back.placements
 
         if lost is not None and stay_lost:
-            arrays = _without_derivatives(declared.name, lost, layout.inputs, arrays)
+            arrays = tuple(_without_derivatives(declared.name, lost, layout.inputs, arrays))
         right = frozenset[Any]() if lost is None or stay_lost else lost.primitives
         typing = typing_right(typed_right() | right) if right else nullcontext()
         try:
@@ -482,12 +482,16 @@ def _steps(
         except Exception as error:
             if lost is None or stay_lost or isinstance(error, StatemeshError):
                 raise
-            # With the types of JAX it could be traced. A loop carries what is typed right now and begins with
-            # one value, or the user has cast it too.
-            if lost.in_gradients:
-                raise _types_lost(declared.name, lost) from error
+            # A loop may carry what is typed right now and begin with one value, or the user has cast it too.
             stay_lost = True
-            return steps(*arrays)
+            try:
+                result = steps(*arrays)
+                if lost.in_gradients:
+                    raise _types_lost(declared.name, lost) from error
+            except Exception:
+                stay_lost = False
+                raise
+            return result
         assert back is not None
         return outputs, back
 
@@ -514,8 +518,8 @@ def _types_lost(name: str, lost: Lost) -> StatemeshError:
         f"{name}: gradients would lack the sum over shards, because JAX's types lose that the results of "
         f"these lines differ over {axes!r}",
         lost.lines or sorted(primitive.name for primitive in lost.primitives),
-        f"Write `jax.lax.pcast(value, {axes!r}, to='varying')` for all that enters and leaves these calls, and "
-        "for the values with which loops begin that carry what they return.",
+        f"Write `jax.lax.pcast(value, {axes!r}, to='varying')` for all that enters and leaves these calls, "
+        "and for the values with which loops begin that carry what they return.",
     )
 
 

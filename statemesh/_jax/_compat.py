@@ -76,12 +76,12 @@ def varying_type(aval: object) -> Axes:
 
 
 def says_what_varies(aval: object) -> bool:
-    """Whether a variable's type says over which mesh axes it may differ. Those of tokens and references do not."""
+    """Whether a variable's type says what varies. That of a token or a reference does not."""
     return getattr(aval, "manual_axis_type", None) is not None and referred_type(aval) is aval
 
 
 def is_inexact_type(x: Any) -> bool:
-    """Whether a value, or a variable of a jaxpr, holds floating or complex numbers; a literal does not count."""
+    """Whether a value, or a variable of a jaxpr, holds floating or complex numbers. No literal does."""
     dtype = getattr(getattr(x, "aval", None), "dtype", None)
     return (
         not isinstance(x, Literal) and dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)

@@ -192,7 +192,7 @@ def operands_of_results(eqn: Equation) -> list[Iterable[int]]:
 
 
 def is_opaque(eqn: Equation) -> bool:
-    """Whether an equation runs a user's code that stands in no jaxpr, as that of `jax.lax.custom_root` may."""
+    """Whether an equation runs a user's code that no jaxpr shows, as that of `jax.lax.custom_root` may."""
     return hides_function(eqn.primitive.name, eqn.params)
 
 
@@ -206,7 +206,7 @@ def hides_function(primitive: str, params: Mapping[str, Any]) -> bool:
 
 
 def has_own_types(eqn: Equation) -> bool:
-    """Whether the types of an equation's results come of a rule of its own, and not of jaxprs that it runs."""
+    """Whether the types of an equation's results come of its own rule, and not of jaxprs that it runs."""
     if _is_mapped_by_rule(eqn):
         return False
     flow = control_flow(eqn)

@@ -76,8 +76,8 @@ def _asking_first(primitive: Any) -> Callable[..., Any]:
                 # JAX has no derivative in reverse mode, and in forward mode nothing is summed.
                 body = jaxprs.open_jaxpr(params["body_jaxpr"])
                 consts = params["body_nconsts"]
-                pairs = enumerate(arguments_returned(body))
-                same = {k for k, argument in pairs if argument == consts + k}
+                carried = enumerate(arguments_returned(body))
+                same = {k for k, argument in carried if argument == consts + k}
             case _:
                 operands = tuple(_vary(x, axes) for x in operands)
         results = bind(*operands, **params)
@@ -89,7 +89,7 @@ def _asking_first(primitive: Any) -> Callable[..., Any]:
 
 
 def _unless_cast(cast: Any) -> Callable[..., Any]:
-    """JAX runs jaxprs in which there are casts again, where it differentiates them: their operands vary now."""
+    """Where JAX differentiates a jaxpr it runs it again: what is cast in it may vary already."""
     bind = cast.bind
 
     def idempotent(x: Any, *, axes: Any, **params: Any) -> Any:
@@ -138,9 +138,9 @@ def _without_derivative(x: Any, axes: Axes) -> Any:
     def refused() -> StatemeshError:
         axis = axes_argument(names)
         return StatemeshError(
-            f"The predicate of a jax.lax.cond or switch differs between shards over {axis!r}, and arrays that "
-            "enter its branches are the same there. JAX does not type its result as one that differs, so the "
-            "gradients of these arrays would lack the sum over shards. Write "
+            f"The predicate of a jax.lax.cond or switch differs between shards over {axis!r}, and arrays "
+            "that enter its branches are the same there. JAX does not type its result as one that differs, "
+            "so the gradients of these arrays would lack the sum over shards. Write "
             f"`w = jax.lax.pcast(w, {axis!r}, to='varying')` before the cond, for each array of floats that "
             "its branches use and return; or `jnp.where` instead of the cond."
         )

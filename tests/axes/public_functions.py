@@ -17,7 +17,7 @@ from jax import lax
 
 
 Function: TypeAlias = Callable[..., Any]
-# It calls a function on operands that are made of two matrices of four rows, with entries between 0.2 and 0.9.
+# It calls a function on operands that are made of two matrices, with entries between 0.2 and 0.9.
 Form: TypeAlias = Callable[[Function, jax.Array, jax.Array], Any]
 
 PACKAGES = ("jax.numpy", "jax.lax", "jax.random", "jax.nn", "jax.scipy")
@@ -44,7 +44,7 @@ def public_functions() -> dict[str, Function]:
             # Names on their way out.
             warnings.simplefilter("ignore")
             for name in sorted(dir(module)):
-                fun = None if name.startswith("_") else getattr(module, name, None)
+                fun: Any = None if name.startswith("_") else getattr(module, name, None)
                 is_function = callable(fun) and not inspect.isclass(fun) and id(fun) not in seen
                 if is_function and name not in NOT_CALLED and not _is_dtype(fun):
                     seen.add(id(fun))
@@ -248,6 +248,7 @@ SPECIAL: dict[str, Form] = {
     "jax.lax.linalg.lu_pivots_to_permutation": lambda f, a, b: f(whole(a[0]) % 4, 4),
     "jax.lax.linalg.ormqr": lambda f, a, b: f(a, b[0], b),
     "jax.lax.linalg.tridiagonal_solve": lambda f, a, b: f(a[0], b[0] + 4, a[1], b),
+    "jax.lax.rng_bit_generator": lambda f, a, b: f(whole(a[0]).astype(jnp.uint32), (3,)),
     "jax.random.wrap_key_data": lambda f, a, b: f(whole(a[0, :2]).astype(jnp.uint32)),
     "jax.nn.scaled_dot_general": lambda f, a, b: f(a, b, _MATMUL),
     "jax.nn.scaled_matmul": lambda f, a, b: f(*_scaled(a, b)),
@@ -316,8 +317,8 @@ def arrays(tree: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
 
 
-def form_of(name: str, fun: Function, a: jax.Array, b: jax.Array) -> Form | None | bool:
-    """The first form in which a function makes arrays; `None` if it makes none, `False` if it takes no form."""
+def form_of(name: str, fun: Function, a: jax.Array, b: jax.Array) -> Form | bool | None:
+    """The first form in which a function makes arrays; `None` if it makes none, `False` if none fits."""
     runs = False
     for form in [SPECIAL[name]] if name in SPECIAL else FORMS:
         with contextlib.suppress(Exception):
@@ -339,6 +340,10 @@ def operands(varying: str, own: Any, same: Any) -> tuple[Any, Any]:
     return (own[0], same[0]) if varying == "first" else (same[0], own[0])
 
 
+def is_key(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
 @dataclasses.dataclass
 class Tried:
     """A function that is called in one form, on shards and on one device."""
@@ -352,7 +357,6 @@ class Tried:
     def values(self, own: Any, same: Any) -> list[jax.Array]:
         self.traces += 1
         made = arrays(self.form(self.fun, *operands(self.varying, own, same)))
-        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return [jax.random.key_data(x) if is_key(x) else x for x in made]
 
     def total(self, w: Any, own: Any, same: Any) -> Any:
@@ -375,8 +379,8 @@ class Tried:
         return lax.psum(self.total(w, own, same), "x")
 
     def on_one_device(self, own: Any, same: Any) -> Any:
-        gradient = jax.grad(self.total)
-        return sum(gradient(jnp.float32(1), own[k : k + 1], same) for k in range(SHARDS))
+        totals = lambda w: sum(self.total(w, own[k : k + 1], same) for k in range(SHARDS))
+        return jax.grad(totals)(jnp.float32(1))
 
 
 def every(names: Iterable[str]) -> tuple[dict[str, list[Tried]], list[str]]:
@@ -391,6 +395,6 @@ def every(names: Iterable[str]) -> tuple[dict[str, list[Tried]], list[str]]:
         form = COLLECTIVE.get(name) or form_of(name, fun, first, second)
         if form is False:
             left.append(name)
-        elif form is not None and form is not True:
+        elif callable(form):
             tried[name] = [Tried(fun, form, varying) for varying in VARYING]
     return tried, left
