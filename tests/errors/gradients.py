@@ -218,6 +218,7 @@ OF_PARAMETERS = sm.value_and_grad(
     lambda net, x: (net["w"].value ** 2, net), axis_name="x", reduce="sum"
 )
 
+
 def through_a_cond(net: Any, x: Any) -> Any:
     double = lambda w: 2 * w
     return jax.lax.cond(x[0] > 3, double, double, net["w"].value), net
