@@ -68,8 +68,14 @@ def _asking_first(primitive: Any) -> Callable[..., Any]:
         match primitive.name:
             case "cond":
                 # Its branches are traced already, for operands of these types.
-                operands = (operands[0], *(_without_derivative(x, axes) for x in operands[1:]))
-                returned = list(map(arguments_returned, map(jaxprs.open_jaxpr, params["branches"])))
+                branches = list(map(jaxprs.open_jaxpr, params["branches"]))
+                read = map(any, zip(*map(jaxprs.inputs_read, branches), strict=True))
+                entering = [
+                    _without_derivative(x, axes) if is_read else x
+                    for x, is_read in zip(operands[1:], read, strict=True)
+                ]
+                operands = (operands[0], *entering)
+                returned = list(map(arguments_returned, branches))
                 pairs = enumerate(zip(*returned, strict=True))
                 same = {k for k, each in pairs if each[0] is not None and len({*each}) == 1}
             case "while":

@@ -58,6 +58,9 @@ LOSSES: dict[str, Loss] = {
     "callback": lambda w, x: called(x) * w.sum(),
     "while": lambda w, x: rounds(x) * w.sum(),
     "cond": lambda w, x: lax.cond(x[0] > x[1], lambda: 1.0, lambda: 2.0) * w.sum(),
+    "cond that reads no weights": lambda w, x: (
+        lax.cond(x[0] > x[1], lambda w: 1.0, lambda w: 2.0, w) * w.sum()
+    ),
     "in jit": lambda w, x: jax.jit(LOSSES["argsort"])(w, x),
     "in checkpoint": lambda w, x: jax.checkpoint(LOSSES["argsort"])(w, x),
     "in vmap": lambda w, x: jax.vmap(LOSSES["argsort"], (None, 0))(w, jnp.stack([x, -x])).sum(),
