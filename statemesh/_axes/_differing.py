@@ -121,10 +121,10 @@ class Losing(Differing):
         """The axes over which any of these values differs although its type leaves them out."""
         lost = NO_AXES
         for x, fact in zip(values, facts, strict=True):
-            aval = getattr(x, "aval", None)
-            if fact and compat.says_what_varies(aval):
-                differs = frozenset(axis for axis in fact if not isinstance(axis, _Whole))
-                lost |= differs - _typed(x) - compat.unreduced_type(aval)
+            # Nearly always the type says it all, and of every value of a program this is asked.
+            if fact and (left := fact - _typed(x)) and compat.says_what_varies(x.aval):
+                differs = frozenset(axis for axis in left if not isinstance(axis, _Whole))
+                lost |= differs - compat.unreduced_type(x.aval)
         return lost
 
 
