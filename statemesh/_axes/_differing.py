@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -78,6 +78,56 @@ def whole_over(fact: Axes) -> Axes:
     return frozenset(mark.axis_name for mark in fact if isinstance(mark, _Whole)) - fact
 
 
+class Losing(Differing):
+    """A walk that finds where types lose that a value differs.
+
+    **Attributes:**
+
+    - `equations`: those of which a result differs over an axis that its type leaves out, while the types of
+        all operands are right; each with those around that run it, the outermost first.
+    - `axes`: the axes that are lost.
+    - `used`: whether any such result is used as it is. If it is only cast to vary, the types are right again.
+    - `in_gradients`: whether anything of the backward pass of a derivative has such a type.
+    """
+
+    def __init__(self) -> None:
+        self.equations: list[list[Equation]] = []
+        self.axes: set[AxisName] = set()
+        self.used = False
+        self.in_gradients = False
+        self._around: list[Equation] = []
+
+    def equation(
+        self, eqn: Equation, facts: Sequence[Axes]
+    ) -> tuple[Sequence[Axes], Sequence[Body[Axes]]]:
+        self._around.append(eqn)
+        results, bodies = super().equation(eqn, facts)
+        lost = self.lost(eqn.outvars, map(self.result, eqn.outvars, results))
+        of_operands = self.lost(eqn.invars, facts)
+        if lost:
+            self.axes |= lost
+            self.in_gradients |= any(map(jaxprs.is_backward, self._around))
+            if not of_operands and jaxprs.has_own_types(eqn):
+                self.equations.append(list(self._around))
+                # A cast of the result comes too late for the gradients of these.
+                self.used |= any(lost - _typed(x) for x in eqn.invars if compat.is_inexact_type(x))
+        if of_operands and jaxprs.has_own_types(eqn) and not jaxprs.made_varying(eqn):
+            self.used = True
+        self._around.pop()
+        return results, bodies
+
+    @staticmethod
+    def lost(values: Iterable[Any], facts: Iterable[Axes]) -> Axes:
+        """The axes over which any of these values differs although its type leaves them out."""
+        lost = NO_AXES
+        for x, fact in zip(values, facts, strict=True):
+            # Nearly always the type says it all, and of every value of a program this is asked.
+            if fact and (left := fact - _typed(x)) and compat.says_what_varies(x.aval):
+                differs = frozenset(axis for axis in left if not isinstance(axis, _Whole))
+                lost |= differs - compat.unreduced_type(x.aval)
+        return lost
+
+
 class Recorded:
     """The axes over which values may differ that are being recorded into a program with types.
 
@@ -85,7 +135,7 @@ class Recorded:
     """
 
     def __init__(self) -> None:
-        self._walk = Differing()
+        self._walk = Losing()
         # By the identity of the equation, which is kept: another one could get its identity.
         self._results: dict[int, tuple[Equation, Sequence[Axes]]] = {}
 
@@ -109,6 +159,13 @@ class Recorded:
             self._results[id(eqn)] = eqn, axes
         # A `vmap` that spreads its lanes over a mesh axis takes that axis out of the types of what it maps.
         return (self._fact(value) or NO_AXES) - (_typed(value) - _typed(x))
+
+    def losing(self, values: Sequence[Any]) -> Losing:
+        """Where types lose what differs, in all that made these values and those of earlier calls."""
+        walk = self._walk
+        if walk.lost(values, [self.of(x) for x in values]):
+            walk.used = True
+        return walk
 
     def _fact(self, x: Any) -> Axes | None:
         """What is known of a value; `None` before its equation was walked."""

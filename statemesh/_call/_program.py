@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -15,7 +16,8 @@ import numpy as np
 
 from .._axes._differing import check_gradients
 from .._base import _errors as errors
-from .._base._errors import error_listing, shortened
+from .._base._checks import is_inexact
+from .._base._errors import StatemeshError, axes_argument, error_listing, shortened
 from .._base._specs import Placement
 from .._base._trees import has_packed
 from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef, Sharding
@@ -24,6 +26,8 @@ from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Equation, tree_util
 from .._jax._dataflow import shard_map_equation, shard_map_recorded
+from .._jax._typed_right import active as typed_right
+from .._jax._typed_right import refusing_derivative, typing_right
 from ._agreement import (
     check_alike,
     check_placements,
@@ -31,13 +35,14 @@ from ._agreement import (
     structure_passed,
     traced_alike,
 )
-from ._arguments import Call, Statics, bad_argnums, check_alive, tokens_at, unhashable
+from ._arguments import Call, Input, Statics, bad_argnums, check_alive, tokens_at, unhashable
 from ._lanes import Layout, OtherShapes
 from ._layout import OnMesh
 from ._memory import Spared
 from ._packed import Packing, RunInstance
 from ._per_shard import Instance
 from ._rules import Declared, Rules
+from ._tracing import FromTypes, Lost, TypesLost
 from ._write_back import WriteBack, picker
 
 
@@ -445,22 +450,77 @@ def _steps(
 ) -> Callable[..., Result]:
     """Steps 3 and 4 as a pure function over the inputs' arrays."""
 
+    # What a trace has found that JAX's types lose, and whether they are to stay so.
+    lost: Lost | None = None
+    stay_lost = False
+
     def steps(*arrays: Leaf) -> Result:
+        nonlocal lost, stay_lost
         layout.check(arrays)
         _check_signature(declared, call)
         back: WriteBack | None = None
 
         def run(*parts: Leaf) -> tuple[list[Leaf], Sequence[Placement]]:
             nonlocal back
-            outputs, back = instance(parts, layout.varying())
+            varying = layout.varying()
+            if lost is not None and isinstance(varying, FromTypes):
+                varying.lost, varying.stay_lost = lost, stay_lost
+            outputs, back = instance(parts, varying)
             return outputs, back.placements
 
-        outputs = layout.call(run, arrays)
+        if lost is not None and stay_lost:
+            arrays = tuple(_without_derivatives(declared.name, lost, layout.inputs, arrays))
+        right = frozenset[Any]() if lost is None or stay_lost else lost.primitives
+        typing = typing_right(typed_right() | right) if right else nullcontext()
+        try:
+            with typing:
+                outputs = layout.call(run, arrays)
+        except TypesLost as found:
+            known = frozenset[Any]() if lost is None else lost.primitives
+            lost = dataclasses.replace(found.lost, primitives=known | found.lost.primitives)
+            return steps(*arrays)
+        except Exception as error:
+            if lost is None or stay_lost or isinstance(error, StatemeshError):
+                raise
+            # A loop may carry what is typed right now and begin with one value, or the user has cast it too.
+            stay_lost = True
+            try:
+                result = steps(*arrays)
+                if lost.in_gradients:
+                    raise _types_lost(declared.name, lost) from error
+            except Exception:
+                stay_lost = False
+                raise
+            return result
         assert back is not None
         return outputs, back
 
     steps.__name__ = steps.__qualname__ = declared.name
     return steps
+
+
+def _without_derivatives(
+    name: str, lost: Lost, inputs: Sequence[Input], arrays: Sequence[Leaf]
+) -> list[Leaf]:
+    """Inputs; JAX would not sum the gradients of those that enter the same where types are lost."""
+    return [
+        refusing_derivative(x, lambda: _types_lost(name, lost))
+        if is_inexact(x) and lost.axes - source.placement.axis_names
+        else x
+        for x, source in zip(arrays, inputs, strict=True)
+    ]
+
+
+def _types_lost(name: str, lost: Lost) -> StatemeshError:
+    axes = axes_argument(sorted(lost.axes, key=str))
+    return error_listing(
+        StatemeshError,
+        f"{name}: gradients would lack the sum over shards, because JAX's types lose that the results of "
+        f"these lines differ over {axes!r}",
+        lost.lines or sorted(primitive.name for primitive in lost.primitives),
+        f"Write `jax.lax.pcast(value, {axes!r}, to='varying')` for all that enters and leaves these calls, "
+        "and for the values with which loops begin that carry what they return.",
+    )
 
 
 def _of_call(steps: Callable[..., Result], one_shape: bool) -> Callable[..., Result]:

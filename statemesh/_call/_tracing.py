@@ -18,6 +18,7 @@ from .._axes._joined import AnyArray
 from .._axes._mesh_and_lanes import (
     lanes_in_checked_map,
     meshes_and_lanes,
+    one_copy,
     same_in_lanes,
     varying_over,
 )
@@ -25,8 +26,10 @@ from .._base._errors import StatemeshError, StructureError, error_listing
 from .._base._specs import Placement
 from .._base._trees import is_state, path_str
 from .._base._types import NO_AXES, Axes, AxisName, Fun, Key, KeyPath, Leaf, PyTree, PyTreeDef
+from .._explain._traced import frames_of, user_line
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
+from .._jax import _typed_right as typed_right
 from .._jax._compat import ClosedJaxpr, Equation, tree_util
 from .._jax._dataflow import DataflowOfSets
 from .._jax._jaxprs import REBUILT, Links, link_made
@@ -98,14 +101,15 @@ class Traced:
 def trace(
     fun: Callable[..., PyTree],
     operands: Sequence[PyTree],
-    mark: compat.FollowedAxes | None,
+    mark: compat.FollowedAxes | compat.TypedRight | None,
     links: Links | None,
 ) -> Traced:
     """Trace a function.
 
     **Arguments:**
 
-    - `mark`: names the axes along which the program will be walked; `None` for none.
+    - `mark`: names the axes along which the program will be walked, or what is typed right in it; `None` for
+        none.
     - `links`: for the states that the function is given, where it matters which of them its results continue.
     """
     inside, arguments = taken_apart(operands)
@@ -126,7 +130,7 @@ def trace(
         ]
         return outputs
 
-    bound: list[compat.FollowedAxes | compat.FollowedStates] = [] if mark is None else [mark]
+    bound: list[compat.Mark] = [] if mark is None else [mark]
     if links is not None:
         bound.append(compat.FollowedStates())
     closed = compat.trace_marked(traced, arguments, bound)
@@ -202,6 +206,36 @@ def _by_identity(arrays: Sequence[AnyArray], axes: Sequence[Axes]) -> _AxesOfArr
     return {id(x): (x, over) for x, over in zip(arrays, axes, strict=True)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """What JAX's types lose in what one instance runs.
+
+    **Attributes:**
+
+    - `primitives`: those whose rules lose that values differ.
+    - `lines`: where the user calls them.
+    - `axes`: the axes that are lost.
+    - `in_gradients`: whether gradients that were taken inside have such types.
+    - `run`, `typed`: in which run of the instance it was found, and the axes over which the types of its
+        results vary as they are.
+    """
+
+    primitives: frozenset[Any] = frozenset()
+    lines: tuple[str, ...] = ()
+    axes: Axes = NO_AXES
+    in_gradients: bool = False
+    run: int = 0
+    typed: tuple[Axes, ...] = ()
+
+
+class TypesLost(Exception):
+    """What is being traced has to be traced again with right types."""
+
+    def __init__(self, lost: Lost) -> None:
+        super().__init__(lost)
+        self.lost = lost
+
+
 class FromTypes:
     """Learnt from JAX: on a mesh from its types and from the program, in lanes from what a `vmap` batches.
 
@@ -222,6 +256,9 @@ class FromTypes:
         self.recorded = Recorded()
         # What the program shows of arrays that were computed operation by operation.
         self.shown: _AxesOfArrays = {}
+        # What an earlier trace has found, and whether types are to stay as JAX makes them nevertheless.
+        self.lost, self.stay_lost = Lost(), False
+        self._runs = 0
 
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         """Begin with an instance's inputs, and the axes over which each is split. The types say it here."""
@@ -244,10 +281,22 @@ class FromTypes:
             return self._run_in_lanes(fun, operands, links, counted)
         is_asked = links is not None or bool(counted and self.meshes)
         if compat.under_jit():
-            if not is_asked:
-                return fun(*operands)
-            traced = trace(fun, operands, None, links)
-            return traced.skeleton.filled(jaxprs.run_jaxpr(traced.closed, traced.arguments))
+            self._runs += 1
+            if typing := typed_right.active():
+                traced = trace(fun, operands, compat.TypedRight(typed_right.names()), links)
+                with typed_right.typing_right(frozenset()):  # The casts are in it.
+                    outputs = self._as_typed(jaxprs.run_jaxpr(traced.closed, traced.arguments))
+                result = traced.skeleton.filled(outputs)
+            elif is_asked:
+                traced = trace(fun, operands, None, links)
+                outputs = jaxprs.run_jaxpr(traced.closed, traced.arguments)
+                result = traced.skeleton.filled(outputs)
+            else:
+                result = fun(*operands)
+                outputs = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
+            if self.meshes and not self.stay_lost:
+                self._find_lost(outputs, typing)
+            return result
         # With `jit=False` it runs operation by operation, for someone who debugs it. It is traced too only if
         # anyone asks for what its program shows.
         with looking_for_left() as left:
@@ -264,6 +313,39 @@ class FromTypes:
         if is_asked:
             self.shown.update(_by_identity(outputs, all_axes(jaxpr, typed)))
         return result
+
+    def _find_lost(self, outputs: Sequence[Array], typing: frozenset[Any]) -> None:
+        """Look where the types of what was recorded lose that something differs.
+
+        **Raises:** `TypesLost`, for primitives that are not typed right yet.
+        """
+        losing = self.recorded.losing(outputs)
+        equations = [eqns for eqns in losing.equations if eqns[-1].primitive not in typing]
+        if equations and losing.used:
+            lines = [
+                next(filter(None, (user_line(frames_of(eqn)) for eqn in reversed(eqns))), "")
+                for eqns in equations
+            ]
+            lost = Lost(
+                frozenset(eqns[-1].primitive for eqns in equations),
+                tuple(dict.fromkeys(filter(None, lines))),
+                frozenset(losing.axes),
+                losing.in_gradients,
+                self._runs,
+                tuple(map(compat.varying, outputs)),
+            )
+            raise TypesLost(lost)
+
+    def _as_typed(self, outputs: list[Array]) -> list[Array]:
+        """Results of what is typed right, with the types of before where they do not differ for all that."""
+        if self._runs != self.lost.run:
+            return outputs
+        return [
+            one_copy(x, same)
+            if (same := [*(compat.varying(x) - typed - self.recorded.of(x))])
+            else x
+            for x, typed in zip(outputs, self.lost.typed, strict=True)
+        ]
 
     def _run_in_lanes(
         self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool

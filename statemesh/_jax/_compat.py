@@ -75,6 +75,19 @@ def varying_type(aval: object) -> Axes:
     return NO_AXES if mark is None else frozenset(mark.varying)
 
 
+def says_what_varies(aval: object) -> bool:
+    """Whether a variable's type says what varies. That of a token or a reference does not."""
+    return getattr(aval, "manual_axis_type", None) is not None and referred_type(aval) is aval
+
+
+def is_inexact_type(x: Any) -> bool:
+    """Whether a value, or a variable of a jaxpr, holds floating or complex numbers. No literal does."""
+    dtype = getattr(getattr(x, "aval", None), "dtype", None)
+    return (
+        not isinstance(x, Literal) and dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+    )
+
+
 def unreduced_type(aval: object) -> Axes:
     """The mesh axes over which a variable of a jaxpr holds parts of one sum, by its type."""
     mark = getattr(aval, "manual_axis_type", None)
@@ -145,6 +158,13 @@ class FollowedStates:
     """Marks a trace whose jaxpr will tell which state was made from which."""
 
 
+@dataclasses.dataclass(frozen=True)
+class TypedRight:
+    """Marks a trace in which the calls of these primitives are typed right."""
+
+    primitives: frozenset[str]
+
+
 class Watched:
     """Marks a trace in which every mapped call is looked at. Each one is a mark of its own."""
 
@@ -153,7 +173,7 @@ class InMicrobatches:
     """Marks the trace of one microbatch."""
 
 
-Mark: TypeAlias = FollowedAxes | FollowedStates | Watched | InMicrobatches
+Mark: TypeAlias = FollowedAxes | FollowedStates | TypedRight | Watched | InMicrobatches
 
 
 def trace_marked(

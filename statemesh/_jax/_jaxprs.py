@@ -192,15 +192,30 @@ def operands_of_results(eqn: Equation) -> list[Iterable[int]]:
 
 
 def is_opaque(eqn: Equation) -> bool:
-    """Whether an equation runs a user's code that stands in no jaxpr, as that of `jax.lax.custom_root` may.
+    """Whether an equation runs a user's code that no jaxpr shows, as that of `jax.lax.custom_root` may."""
+    return hides_function(eqn.primitive.name, eqn.params)
 
-    Other equations of this primitive, such as that of `jnp.ldexp`, hold no function.
-    """
-    return eqn.primitive.name == "call_hi_primitive" and any(
+
+def hides_function(primitive: str, params: Mapping[str, Any]) -> bool:
+    """The same of a call of a primitive. Others of the same name, such as that of `jnp.ldexp`, hold none."""
+    return primitive == "call_hi_primitive" and any(
         callable(held)
-        for param in eqn.params.values()
+        for param in params.values()
         for held in getattr(param, "__dict__", {}).values()
     )
+
+
+def has_own_types(eqn: Equation) -> bool:
+    """Whether the types of an equation's results come of its own rule, and not of jaxprs that it runs."""
+    if _is_mapped_by_rule(eqn):
+        return False
+    flow = control_flow(eqn)
+    return flow is None or flow[0] in ("cond", "while")
+
+
+def is_backward(eqn: Equation) -> bool:
+    """Whether an equation stands in the backward pass of a derivative."""
+    return "transpose(" in str(getattr(eqn.source_info, "name_stack", ""))
 
 
 def mapped_by_rule(eqn: Equation) -> Jaxpr | None:
@@ -430,6 +445,19 @@ def traced_outside(fun: Callable[..., PyTree], *arrays: PyTree) -> ClosedJaxpr:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(trace).result()
+
+
+def primitive_of_cast() -> Any:
+    """The primitive that types a value as varying. JAX exports it under no name."""
+    mesh, spec = jax.sharding.AbstractMesh((1,), ("x",)), jax.sharding.PartitionSpec("x")
+    cast = jax.shard_map(
+        lambda x: compat.vary(x, ["x"]),
+        mesh=mesh,
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=spec,
+    )
+    eqns = equations(open_jaxpr(traced_outside(cast, np.zeros(1, np.float32))))
+    return next(eqn.primitive for eqn in eqns if eqn.primitive.name == _VARYING)
 
 
 def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:

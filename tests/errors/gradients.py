@@ -218,7 +218,21 @@ OF_PARAMETERS = sm.value_and_grad(
     lambda net, x: (net["w"].value ** 2, net), axis_name="x", reduce="sum"
 )
 
+
+def through_a_cond(net: Any, x: Any) -> Any:
+    double = lambda w: 2 * w
+    return jax.lax.cond(x[0] > 3, double, double, net["w"].value), net
+
+
+def summed(net: Any, x: Any) -> Any:
+    return jax.lax.psum(through_a_cond(net, x)[0], "x")
+
+
 MISTAKES: Mistakes = {
+    "cond whose predicate differs": [
+        lambda: on_mesh(lambda net, x: jax.grad(lambda w: summed({"w": sm.State(w)}, x))(1.0)),
+        lambda: jax.grad(lambda w: on_mesh(lambda _, x: summed({"w": sm.State(w)}, x)))(1.0),
+    ],
     "choosing what has no gradient": lambda: sm.grad(fit, wrt=...)(net(), X),
     "choosing nothing": lambda: sm.grad(fit, wrt=sm.BatchState)(net(), X),
     "model without parameters": [
