@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes._differing import check_gradients
+from .._axes._differing import check_exchanges, check_gradients
 from .._base import _errors as errors
 from .._base._errors import error_listing, shortened
 from .._base._specs import Placement
@@ -22,6 +22,7 @@ from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef, Sharding
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
+from .._jax import _lifting as lifting
 from .._jax._compat import Equation, tree_util
 from .._jax._dataflow import shard_map_equation, shard_map_recorded
 from ._agreement import (
@@ -455,7 +456,9 @@ def _steps(
             outputs, back = instance(parts, layout.varying())
             return outputs, back.placements
 
-        outputs = layout.call(run, arrays)
+        outputs, is_lifted = lifting.with_casts_where_refused(lambda: layout.call(run, arrays))
+        if is_lifted and (mapped := shard_map_recorded(outputs)) is not None:
+            check_exchanges(declared.name, mapped)
         assert back is not None
         return outputs, back
 
