@@ -18,7 +18,6 @@ from .._base._errors import (
     error_listing,
     first_items,
     listed,
-    quoted,
     shortened,
     spec_str,
 )

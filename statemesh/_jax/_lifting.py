@@ -73,7 +73,8 @@ def is_refusal(error: BaseException) -> bool:
     """Whether JAX's check of what varies raised an error."""
     at: BaseException | None = error
     while at is not None:
-        if _REFUSALS.search(str(at)) and compat.raised_by_jax(at):
+        # Outside of a trace JAX has taken its frames out of the traceback, so only the text tells.
+        if _REFUSALS.search(str(at)):
             return True
         at = at.__cause__
     return False
@@ -118,7 +119,7 @@ def lifted(fun: Fun) -> Fun:
 
 
 def with_casts_where_refused(call: Callable[[], list[Leaf]]) -> tuple[list[Leaf], bool]:
-    """The outputs of a call of `jax.shard_map`, which lifts where JAX refuses what it maps; and whether it did.
+    """The outputs of a call of `jax.shard_map` that lifts where JAX refuses what it maps; and whether it did.
 
     What JAX takes is recorded as JAX records it, but for what it could not lower, or types wrongly.
     """
