@@ -80,11 +80,6 @@ def is_refusal(error: BaseException) -> bool:
     return False
 
 
-def is_lifting() -> bool:
-    """Whether missing casts are being put in."""
-    return _active.get()
-
-
 @contextmanager
 def lifting() -> Iterator[None]:
     """Within this context JAX's check refuses nothing that casts can mend."""
@@ -307,8 +302,11 @@ def _while_loop(original: Any, cond_fun: Any, body_fun: Any, init_val: Any) -> A
     return carried.settle(run)
 
 
-def _branching(original: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
+def _branching(original: Any, *args: Any, **kwargs: Any) -> Any:
     """`cond` and `switch`: the first takes two functions, the other a sequence of them."""
+    names = ("pred", "true_fun", "false_fun", "index", "branches")
+    index, *functions = (*args, *(kwargs.pop(name) for name in names if name in kwargs))
+    args = tuple(functions)
     is_switch = bool(args) and isinstance(args[0], list | tuple)
     branches = args[0] if is_switch else args[:2]
     if index is None or len(branches) < 2 or not all(map(callable, branches)):
@@ -373,6 +371,8 @@ def _bind(original: Any, primitive: Any, *operands: Any, **params: Any) -> Any:
     if name in _WITH_OWN_DERIVATIVE:
         # JAX calls the rules when someone takes the derivative, which may be outside of our call.
         fun, *rules = params["subfuns"]
+        if OWN_FOLDER in str(getattr(fun.debug_info, "func_src_info", "")):
+            return original(primitive, *operands, **params)  # Ours know of shards.
         if len(rules) == 1:
             rules = [_jvp_rule(rules[0])]
         else:

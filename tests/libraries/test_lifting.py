@@ -137,6 +137,50 @@ def test_a_rule_of_a_custom_vjp_need_not_know_of_shards() -> None:
     np.testing.assert_allclose(jax.grad(lambda w: values(w, X).sum())(2.0), X.sum(), rtol=1e-5)
 
 
+class Line(sm.Module):
+    w: sm.ParamState
+    seen: sm.LongTermState
+
+
+def test_value_and_grad_of_what_is_lifted() -> None:
+    model = Line(sm.ParamState(jnp.array(0.5)), sm.LongTermState(jnp.zeros(()), reduce="sum"))
+
+    def loss(model: Line, x: Any) -> Any:
+        last = lax.scan(lambda c, y: (c * model.w.value + y, None), jnp.zeros(()), x)[0]
+        return last**2, model.replace(seen=model.seen.value + x.sum())
+
+    def step(model: Line, x: Any) -> Any:
+        return sm.value_and_grad(loss, axis_name="x")(model, x)
+
+    (value, after), grads = sm.shard_map(step, make_mesh("2"), (None, P("x")), ((P(), P()), P()))(
+        model, X
+    )
+    halves = [
+        jax.value_and_grad(lambda w, h=h: loss(model.replace(w=w), h)[0])(0.5)
+        for h in (X[:4], X[4:])
+    ]
+    np.testing.assert_allclose(value, (halves[0][0] + halves[1][0]) / 2)
+    np.testing.assert_allclose(jax.tree.leaves(grads)[0], (halves[0][1] + halves[1][1]) / 2)
+    assert float(after.seen.value) == 28
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda x: lax.cond(x[0] > 3, lambda: x, lambda: jnp.zeros(4)),
+        lambda x: lax.cond(pred=x[0] > 3, true_fun=lambda: x, false_fun=lambda: jnp.zeros(4)),
+        lambda x: lax.switch((x[0] > 3).astype(int), [lambda: jnp.zeros(4), lambda: x]),
+    ],
+)
+def test_branches_of_which_one_is_a_constant(branch: Any) -> None:
+    np.testing.assert_array_equal(mapped(branch)(X), [0, 0, 0, 0, 4, 5, 6, 7])
+
+
+def test_lanes_of_pmap2_that_hold_a_loop() -> None:
+    lanes = sm.pmap2(refused, in_axes=0, out_axes=0, axis_name="lane", devices=jax.devices()[:2])
+    np.testing.assert_array_equal(lanes(X.reshape(2, 4)).reshape(-1), [0, 0, 1, 3, 0, 4, 9, 15])
+
+
 def test_a_state_that_a_loop_changes_is_still_checked() -> None:
     fun = lambda state, x: lax.scan(lambda s, y: (s.set(s.value + y), None), state, x)[0]
     call = sm.shard_map(fun, make_mesh("2"), (None, P("x")), P())
