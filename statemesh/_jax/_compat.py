@@ -152,7 +152,11 @@ class InMicrobatches:
     """Marks the trace of one microbatch."""
 
 
-Mark: TypeAlias = FollowedAxes | FollowedStates | Watched | InMicrobatches
+class Lifted:
+    """Marks a trace into which casts are put. A jaxpr that lacks them is none for it."""
+
+
+Mark: TypeAlias = FollowedAxes | FollowedStates | Watched | InMicrobatches | Lifted
 
 
 def trace_marked(

@@ -45,6 +45,7 @@ _src_api: Any = importlib.import_module("jax._src.api")
 _src_ad: Any = importlib.import_module("jax._src.interpreters.ad")
 _src_config: Any = importlib.import_module("jax._src.config")
 _src_derivatives: Any = importlib.import_module("jax._src.custom_derivatives")
+_src_pe: Any = importlib.import_module("jax._src.interpreters.partial_eval")
 _src_mlir: Any = importlib.import_module("jax._src.interpreters.mlir")
 _ad: Any = ad
 _batching: Any = batching
@@ -58,6 +59,7 @@ _NO_LIBRARIES = (
     sysconfig.get_paths()["stdlib"] + os.sep + "functools.py",
 )
 
+_MARK = compat.Lifted()
 _active: ContextVar[bool] = ContextVar("lifting", default=False)
 _lock = threading.Lock()
 _count = 0
@@ -65,7 +67,7 @@ _count = 0
 # JAX's texts where its check refuses; each of its releases has had other ones.
 _REFUSALS = re.compile(
     r"manual axis types do not match|varying manual axes|to='varying'|invariant->variant"
-    r"|variant->invariant|manual axis type"
+    r"|variant->invariant|manual axis type|cotangent type .*\{V:|called under jax.shard_map"
 )
 
 
@@ -93,7 +95,9 @@ def lifting() -> Iterator[None]:
             _wrappers.put_on()
     mark = _active.set(True)
     try:
-        yield
+        # With a name bound JAX does not find again what it has traced without.
+        with _src_core.extend_axis_env_nd([(_MARK, 1)]):
+            yield
     finally:
         _active.reset(mark)
         with _lock:
@@ -689,6 +693,8 @@ def _teach(primitive: Any) -> None:
         return several if primitive.multiple_results else several[0], effects
 
     primitive.abstract_eval = typed
+    # JAX remembers the types that it was told before.
+    _src_pe._cached_abstract_eval.cache_clear()
     _teach_to_lift(primitive)
     # A rule for one platform is code of that platform, and records nothing.
     if (entry := _src_mlir._lowerings.get(primitive)) is not None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -181,6 +182,33 @@ def test_lanes_of_pmap2_that_hold_a_loop() -> None:
     np.testing.assert_array_equal(lanes(X.reshape(2, 4)).reshape(-1), [0, 0, 1, 3, 0, 4, 9, 15])
 
 
+def primitive_of_another_library() -> Any:
+    """It tells JAX shapes and dtypes only."""
+    twice = Primitive("twice")
+    twice.def_impl(lambda x: 2 * x)
+    twice.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    mlir.register_lowering(twice, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+    ad.primitive_jvps[twice] = lambda x, t, **_: (twice.bind(*x), twice.bind(*t))
+    ad.primitive_transposes[twice] = lambda ct, x: [twice.bind(ct)]
+    return twice
+
+
+def test_a_primitive_of_another_library_has_types() -> None:
+    """Without types JAX sums this gradient of `x` over shards."""
+    twice = primitive_of_another_library()
+    inner = jax.jit(lambda x: twice.bind(x) * 3)
+    loss = lambda w, x: (w * inner(x) * x).sum()
+    expected = jax.grad(loss, argnums=(0, 1))(2.0, X)
+    specs = (P(), P("x"))
+    inside = sm.shard_map(jax.grad(loss, argnums=(0, 1)), make_mesh("2"), specs, specs)
+    for grad, right in zip(inside(2.0, X), expected, strict=True):
+        np.testing.assert_allclose(grad, right)
+    values = sm.shard_map(lambda w, x: w * inner(x) * x, make_mesh("2"), specs, P("x"))
+    outside = jax.grad(lambda w, x: values(w, x).sum(), argnums=(0, 1))(2.0, X)
+    for grad, right in zip(outside, expected, strict=True):
+        np.testing.assert_allclose(grad, right)
+
+
 def test_a_state_that_a_loop_changes_is_still_checked() -> None:
     fun = lambda state, x: lax.scan(lambda s, y: (s.set(s.value + y), None), state, x)[0]
     call = sm.shard_map(fun, make_mesh("2"), (None, P("x")), P())
@@ -242,6 +270,7 @@ def test_what_is_taken_from_the_interior_of_jax_is_there() -> None:
         assert module.core is lifting._src_core
     assert callable(lifting._src_ad.ValAccum.accum)
     assert lifting._src_mlir._lowerings
+    assert callable(lifting._src_pe._cached_abstract_eval.cache_clear)
     assert {"typematch", "typecompat"} <= set(dir(lifting._src_core))
 
 
