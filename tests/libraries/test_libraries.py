@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh import testing
 from tests.helpers import make_mesh
 
 from .programs import PROGRAMS, Program, table
@@ -58,6 +59,29 @@ def test_a_library_runs_on_shards_as_on_one_device(program: Program) -> None:
     values = sm.shard_map(batch, mesh, SPECS, P("x"))
     outside = jax.jit(jax.grad(lambda p, w: (values(p, w) ** 2).sum(), argnums=(0, 1)))
     close(outside(LANES, SHARED), expected, "gradient outside")
+
+
+# The check calls a function with other values too, at which some solvers raise errors of their own.
+CHECKED = (
+    "jax: `scan` that starts at zeros",
+    "jax: `fori_loop` that rotates its carry",
+    "jax: `cond` with a constant in one branch",
+    "jax: `checkpoint` of a loop in a loop",
+    "jax: the gradient of exact `gelu`",
+    "jax: the gradients of `erf` and `ndtri`",
+    "jax: `associative_scan`",
+    "jax: a gradient by forward mode with a basis of its own",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKED)
+def test_the_equivalence_check_takes_what_is_lifted(name: str) -> None:
+    (lane,) = [program.lane for program in PROGRAMS if program.name == name]
+    batch = jax.vmap(lane, in_axes=(0, None))
+    testing.assert_equivalent(
+        batch, (LANES, SHARED), meshes=[{"x": 2}], in_specs=SPECS, out_specs=P("x")
+    )
 
 
 def test_the_page_lists_all_programs_with_their_outcome() -> None:

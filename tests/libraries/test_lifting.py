@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh import testing
 from statemesh._jax import _lifting as lifting
 from tests.helpers import make_mesh
 
@@ -274,9 +276,23 @@ def test_what_is_taken_from_the_interior_of_jax_is_there() -> None:
     assert {"typematch", "typecompat"} <= set(dir(lifting._src_core))
 
 
-def test_a_cast_shows_the_users_line() -> None:
-    from jax.extend import source_info_util
-
+def test_an_operation_has_the_users_line_and_not_ours() -> None:
     (eqn,) = [e for e in jax.make_jaxpr(mapped(refused))(X).eqns if e.primitive.name == "shard_map"]
     (loop,) = [e for e in eqn.params["jaxpr"].eqns if e.primitive.name == "scan"]
-    assert "test_lifting.py" in source_info_util.summarize(loop.source_info)
+    assert "statemesh" not in source_info_util.summarize(loop.source_info).split("/")
+    files = [frame.file_name for frame in loop.source_info.traceback.frames]
+    assert any(file.endswith("test_lifting.py") for file in files)
+
+
+def shares_its_total(x: Any, w: Any) -> Any:
+    total = lax.scan(lambda c, y: (c + y * w, c), jnp.zeros(()), x)[0]
+    return x * total
+
+
+@pytest.mark.slow
+def test_the_equivalence_check_names_the_line_of_a_loop() -> None:
+    with pytest.raises(AssertionError, match=r"test_lifting.py:\d+: total = lax.scan") as raised:
+        testing.assert_equivalent(
+            shares_its_total, (X, 2.0), meshes=[{"x": 2}], in_specs=(P("x"), P()), out_specs=P("x")
+        )
+    assert "with jax.lax.psum(..., 'x')" in str(raised.value)
