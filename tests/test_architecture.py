@@ -79,9 +79,10 @@ def test_no_import_circles() -> None:
     assert len([*graphlib.TopologicalSorter(graph).static_order()]) == len(graph)
 
 
-def test_private_jax_is_nowhere() -> None:
+def test_private_jax_is_in_one_file() -> None:
+    """What it takes from JAX's interior has a test each, in `tests/libraries`."""
     for name, path in modules().items():
-        assert "jax._src" not in path.read_text(), name
+        assert "jax._src" not in path.read_text() or name == "_jax/_lifting.py", name
 
 
 def test_only_one_file_knows_unstable_jax() -> None:
@@ -89,7 +90,8 @@ def test_only_one_file_knows_unstable_jax() -> None:
     for name, path in modules().items():
         if name != "_jax/_compat.py":
             text = path.read_text()
-            assert "jax.extend" not in text or name == "testing/_program/_jaxprs.py", name
+            allowed = ("testing/_program/_jaxprs.py", "_jax/_lifting.py")
+            assert "jax.extend" not in text or name in allowed, name
             assert "__version__" not in text or name == "__init__.py", name
 
 

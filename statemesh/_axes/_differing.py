@@ -213,6 +213,51 @@ def crossed(jaxpr: Jaxpr) -> Axes:
     return frozenset(walk.crossed)
 
 
+class _Apart(Differing):
+    """The axes over which a loop or branch exchanges values that only some instances run."""
+
+    def __init__(self) -> None:
+        self.axes: set[AxisName] = set()
+
+    def equation(
+        self, eqn: Equation, facts: Sequence[Axes]
+    ) -> tuple[Sequence[Axes], Sequence[Body[Axes]]]:
+        results, bodies = super().equation(eqn, facts)
+        match jaxprs.control_flow(eqn):
+            case ("cond", _):
+                differs = facts[0]
+            case ("while", cond, *_):
+                differs = self.join(self.through(cond, bodies[0][1]))
+            case _:
+                return results, bodies
+        for body, _ in bodies:
+            self.axes |= differs & jaxprs.exchanged_over(body)
+        return results, bodies
+
+
+def check_exchanges(name: str, mapped: Equation) -> None:
+    """Refuse a program whose shards would wait for each other for ever.
+
+    **Arguments:**
+
+    - `name`: what the message calls the function.
+    - `mapped`: the equation of its `shard_map`.
+    """
+    walk = _Apart()
+    specs = mapped.params["in_specs"]
+    split = [frozenset(axis for axes in written_axes(spec) for axis in axes) for spec in specs]
+    walk.through(jaxprs.open_jaxpr(mapped.params["jaxpr"]), split)
+    if walk.axes:
+        raise error_listing(
+            StatemeshError,
+            f"{name}: a loop or branch that some shards run and others do not exchanges values between them, "
+            "so that they would wait for each other for ever",
+            [f"over {axis!r}" for axis in sorted(walk.axes, key=str)],
+            "A gradient of a replicated array is summed where it is taken. Cast the array first, outside of "
+            "the loop: `jax.lax.pcast(x, axis_name, to='varying')`; and sum what comes out after the loop.",
+        )
+
+
 def settled(closed: ClosedJaxpr, arguments: Sequence[Axes], followed: Axes) -> ClosedJaxpr:
     """A closed jaxpr without types in which what was `Pending` is decided.
 

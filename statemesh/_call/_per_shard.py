@@ -18,7 +18,6 @@ from .._base._errors import (
     error_listing,
     first_items,
     listed,
-    quoted,
     shortened,
     spec_str,
 )
@@ -220,14 +219,11 @@ class Instance:
     ) -> str | None:
         """The text of `error` with a hint, if a part of a parameter, or a replicated state, met other data.
 
-        JAX must have raised the error. An error about shapes gets a hint if the sizes say that a state is
-        whole where data is split. An error about the types of a loop's carry gets one if it names a state.
+        JAX must have raised the error, and the sizes must say that a state is whole where data is split.
         """
         if type(error) not in (TypeError, ValueError) or not compat.raised_by_jax(error):
             return None
         text = str(error)
-        if components := compat.typed_apart(error):
-            return self._with_type_hint(text, components, entered)
         parts = [
             (unit, leaves[position], source.placement)
             for unit in self.call.flat_units()
@@ -287,47 +283,6 @@ class Instance:
             first_items(list(dict.fromkeys(items))),
             f"To split the state like the data, write state_in_specs={spec} (or {{filter: {spec}}}), or give "
             f"the state its own spec={spec}.",
-        )
-
-    def _with_type_hint(
-        self, text: str, components: Sequence[tuple[str, str]], entered: Sequence[Entered]
-    ) -> str | None:
-        """The text with a hint, if what JAX names are states that enter the same on every shard."""
-        same = [(state, axes) for state in entered if (axes := self._same_over(state.placements))]
-        # JAX uses the names of the inner function, so only the ends of the paths agree.
-        ends = tuple(
-            step for path, _ in components for step in re.findall(r"\.\w+$|\[[^\]]*\]$", path)
-        )
-        states = [(state, axes) for state, axes in same if ends and state.path.endswith(ends)]
-        if not states:
-            # A State that is carried by itself has no path in it. One with a policy is likelier meant.
-            forms = {form for _, form in components}
-            states = [
-                (state, axes)
-                for state, axes in same
-                for x in leaves_of(state.seen)
-                if f"{x.dtype}[{','.join(map(str, x.shape))}]" in forms
-            ]
-            states = [pair for pair in states if pair[0].old.reduce is not None] or states
-        if not states:
-            return None
-        state, axes = states[0]
-        if all(state.old.reduce is not None for state, _ in states):
-            merged = "; its policy merges it when it leaves"
-        else:
-            merged = (
-                ", and declare how it is merged when it leaves, as in State(value, reduce='mean'), or give "
-                f"it a spec that names {quoted(axes)}"
-            )
-        return f"{text}\n\n" + listed(
-            "Hint: a loop or branch needs one type for what goes in and what comes out, but shards write "
-            "different values in it to states that enter the same on every shard",
-            [
-                f"{state.path}: {describe(state.old)} is the same over {quoted(axes)}"
-                for state, axes in states
-            ],
-            f"Mark the value as varying before the loop or branch{merged}:\n"
-            f"    {state.path}.set(jax.lax.pcast({state.path}.value, {axes!r}, to='varying'))",
         )
 
 

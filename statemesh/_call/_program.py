@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes._differing import check_gradients
+from .._axes._differing import check_exchanges, check_gradients
 from .._base import _errors as errors
 from .._base._checks import is_inexact
 from .._base._errors import StatemeshError, axes_argument, error_listing, shortened
@@ -24,6 +24,7 @@ from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef, Sharding
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
+from .._jax import _lifting as lifting
 from .._jax._compat import Equation, tree_util
 from .._jax._dataflow import shard_map_equation, shard_map_recorded
 from .._jax._typed_right import active as typed_right
@@ -474,7 +475,9 @@ def _steps(
         typing = typing_right(typed_right() | right) if right else nullcontext()
         try:
             with typing:
-                outputs = layout.call(run, arrays)
+                outputs, is_lifted = lifting.with_casts_where_refused(
+                    lambda: layout.call(run, arrays)
+                )
         except TypesLost as found:
             known = frozenset[Any]() if lost is None else lost.primitives
             lost = dataclasses.replace(found.lost, primitives=known | found.lost.primitives)
@@ -492,6 +495,8 @@ def _steps(
                 stay_lost = False
                 raise
             return result
+        if is_lifted and (mapped := shard_map_recorded(outputs)) is not None:
+            check_exchanges(declared.name, mapped)
         assert back is not None
         return outputs, back
 

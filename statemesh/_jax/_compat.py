@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -173,7 +172,11 @@ class InMicrobatches:
     """Marks the trace of one microbatch."""
 
 
-Mark: TypeAlias = FollowedAxes | FollowedStates | TypedRight | Watched | InMicrobatches
+class Lifted:
+    """Marks a trace into which casts are put. A jaxpr that lacks them is none for it."""
+
+
+Mark: TypeAlias = FollowedAxes | FollowedStates | TypedRight | Watched | InMicrobatches | Lifted
 
 
 def trace_marked(
@@ -336,17 +339,6 @@ def traceback_filtering() -> str:
         ipython = sys.modules.get("IPython")
         return "tracebackhide" if ipython and ipython.get_ipython() else "quiet_remove_frames"
     return mode
-
-
-def typed_apart(error: BaseException) -> list[tuple[str, str]]:
-    """The values that have two types in a loop or in branches, read from JAX's error about them.
-
-    Each is a path, without the `.value` of a State, and a dtype with a shape.
-    """
-    text = str(error)
-    if "to='varying'" not in text:
-        return []
-    return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type (\w+\[[\d,]*\])", text)
 
 
 def in_collective_over(error: BaseException, name: AxisName) -> bool:

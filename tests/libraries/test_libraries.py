@@ -1,0 +1,91 @@
+"""Programs of other libraries run in a checked `shard_map` as they are, as they do on one device."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh import testing
+from tests.helpers import make_mesh
+
+from .programs import PROGRAMS, Program, table
+
+
+ROOT = Path(__file__).parents[2]
+QUICK = {"jax: `scan` that starts at zeros", "jax: `cond` with a constant in one branch"}
+LANES = jnp.linspace(0.2, 0.9, 4)
+SHARED = jnp.array([0.3, 0.7])
+SPECS = (P("x"), P())
+
+
+def marks(program: Program) -> list[Any]:
+    broken = [] if program.outcome == "runs" else [pytest.mark.xfail(strict=True)]
+    return broken + ([] if program.name in QUICK else [pytest.mark.slow])
+
+
+def close(a: Any, b: Any, name: str) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(program, id=program.name, marks=marks(program)) for program in PROGRAMS],
+)
+def test_a_library_runs_on_shards_as_on_one_device(program: Program) -> None:
+    pytest.importorskip(program.library)
+    batch = jax.vmap(program.lane, in_axes=(0, None))
+    mesh = make_mesh("2")
+    if not program.differentiable:
+        expected = jax.jit(batch)(LANES, SHARED)
+        mapped = sm.shard_map(batch, mesh, SPECS, P("x"))
+        close(mapped(LANES, SHARED), expected, "value")
+        return
+
+    def loss(p: Any, w: Any) -> tuple[Any, Any]:
+        results = batch(p, w)
+        return (results**2).sum(), results
+
+    # The gradient is taken inside, where JAX sums that of what all shards share; and outside.
+    inside = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    expected, results = jax.jit(inside)(LANES, SHARED)
+    mapped = sm.shard_map(inside, mesh, SPECS, (SPECS, P("x")))
+    close(mapped(LANES, SHARED), (expected, results), "gradient inside")
+    values = sm.shard_map(batch, mesh, SPECS, P("x"))
+    outside = jax.jit(jax.grad(lambda p, w: (values(p, w) ** 2).sum(), argnums=(0, 1)))
+    close(outside(LANES, SHARED), expected, "gradient outside")
+
+
+# The check calls a function with other values too, at which some solvers raise errors of their own.
+CHECKED = (
+    "jax: `scan` that starts at zeros",
+    "jax: `fori_loop` that rotates its carry",
+    "jax: `cond` with a constant in one branch",
+    "jax: `checkpoint` of a loop in a loop",
+    "jax: the gradient of exact `gelu`",
+    "jax: the gradients of `erf` and `ndtri`",
+    "jax: `associative_scan`",
+    "jax: a gradient by forward mode with a basis of its own",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKED)
+def test_the_equivalence_check_takes_what_is_lifted(name: str) -> None:
+    (lane,) = [program.lane for program in PROGRAMS if program.name == name]
+    batch = jax.vmap(lane, in_axes=(0, None))
+    testing.assert_equivalent(
+        batch, (LANES, SHARED), meshes=[{"x": 2}], in_specs=SPECS, out_specs=P("x")
+    )
+
+
+def test_the_page_lists_all_programs_with_their_outcome() -> None:
+    assert table() in (ROOT / "docs/pages/any-library.md").read_text()
+    runs = [program.outcome == "runs" for program in PROGRAMS]
+    assert len(runs) >= 40
+    assert sum(runs) >= 0.9 * len(runs)

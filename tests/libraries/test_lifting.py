@@ -1,0 +1,298 @@
+"""What JAX's check refuses is recorded again with casts; what it takes is not touched."""
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh import testing
+from statemesh._jax import _lifting as lifting
+from tests.helpers import make_mesh
+
+
+X = jnp.arange(8.0)
+
+
+def refused(x: Any) -> Any:
+    return lax.scan(lambda c, y: (c + y, c), jnp.zeros(()), x)[1]
+
+
+def mapped(fun: Any, **options: Any) -> Any:
+    return sm.shard_map(fun, make_mesh("2"), (P("x"),), P("x"), **options)
+
+
+def program_of(fun: Any) -> str:
+    return str(jax.make_jaxpr(fun)(X))
+
+
+def test_what_jax_takes_keeps_its_program_and_is_traced_once() -> None:
+    traced = []
+
+    def fun(x: Any) -> Any:
+        traced.append(x.shape)
+        start = lax.pcast(jnp.zeros(()), "x", to="varying")
+        return lax.scan(lambda c, y: (c + y, c), start, x)[1] + lax.psum(x.sum(), "x")
+
+    by_hand = jax.shard_map(fun, mesh=make_mesh("2"), in_specs=P("x"), out_specs=P("x"))
+    assert program_of(mapped(fun)) == program_of(by_hand).replace(
+        "in_specs=P('x')", "in_specs=(P('x'),)"
+    )
+    assert traced == [(4,)] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": False}])
+def test_a_loop_starts_from_one_copy(options: Any) -> None:
+    expected = [0, 0, 1, 3, 0, 4, 9, 15]
+    np.testing.assert_array_equal(mapped(refused, **options)(X), expected)
+    np.testing.assert_array_equal(jax.jit(mapped(refused, **options))(X), expected)
+
+
+def test_jax_is_as_it_was_afterwards() -> None:
+    before = [
+        lifting._cell(jax.lax.scan).cell_contents,
+        Primitive.bind,
+        lifting._cell(jax.jvp).cell_contents,
+    ]
+    mapped(refused)(X)
+    after = [
+        lifting._cell(jax.lax.scan).cell_contents,
+        Primitive.bind,
+        lifting._cell(jax.jvp).cell_contents,
+    ]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    with pytest.raises(TypeError, match="carry input and carry output must have equal types"):
+        jax.shard_map(refused, mesh=make_mesh("2"), in_specs=P("x"), out_specs=P("x"))(X)
+
+
+def test_another_thread_that_does_not_lift_is_refused_meanwhile() -> None:
+    errors: list[Exception] = []
+
+    def elsewhere() -> None:
+        try:
+            jax.shard_map(refused, mesh=make_mesh("2"), in_specs=P("x"), out_specs=P("x"))(X)
+        except TypeError as error:
+            errors.append(error)
+
+    with lifting.lifting():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+
+
+def test_an_error_of_the_users_own_is_shown_as_it_is() -> None:
+    def fun(x: Any) -> Any:
+        refused(x)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        mapped(fun)(X)
+
+    def wrong(x: Any) -> Any:
+        return refused(x) @ jnp.ones(3)
+
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
+        mapped(wrong)(X)
+
+
+def test_a_gradient_is_summed_over_shards_where_the_check_sums_it() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return lax.scan(lambda c, y: (c * w + y, None), jnp.zeros(()), x)[0]
+
+    one = jax.grad(lambda w: loss(w, X[:4]) + loss(w, X[4:]))(2.0)
+    inside = sm.shard_map(jax.grad(loss), make_mesh("2"), (P(), P("x")), P())
+    np.testing.assert_allclose(inside(2.0, X), one)
+    total = sm.shard_map(lambda w, x: lax.psum(loss(w, x), "x"), make_mesh("2"), (P(), P("x")), P())
+    np.testing.assert_allclose(jax.grad(total)(2.0, X), one)
+    assert_doubled = sm.shard_map(
+        jax.grad(lambda w, x: lax.psum(loss(w, x), "x")), make_mesh("2"), (P(), P("x")), P()
+    )
+    np.testing.assert_allclose(assert_doubled(2.0, X), one)
+
+
+def test_a_rule_of_a_custom_vjp_need_not_know_of_shards() -> None:
+    @jax.custom_vjp
+    def scaled(w: Any, x: Any) -> Any:
+        return w * x
+
+    def bwd(kept: Any, g: Any) -> Any:
+        w, x = kept
+        return lax.fori_loop(0, 3, lambda _, c: c + x * g / 3, jnp.zeros(4)).sum(), w * g
+
+    scaled.defvjp(lambda w, x: (w * x, (w, x)), bwd)
+    loss = lambda w, x: (scaled(w, x) + refused(x)).sum()
+    inside = sm.shard_map(jax.grad(loss), make_mesh("2"), (P(), P("x")), P())
+    np.testing.assert_allclose(inside(2.0, X), X.sum(), rtol=1e-5)
+    values = sm.shard_map(
+        lambda w, x: scaled(w, x) + refused(x), make_mesh("2"), (P(), P("x")), P("x")
+    )
+    np.testing.assert_allclose(jax.grad(lambda w: values(w, X).sum())(2.0), X.sum(), rtol=1e-5)
+
+
+class Line(sm.Module):
+    w: sm.ParamState
+    seen: sm.LongTermState
+
+
+def test_value_and_grad_of_what_is_lifted() -> None:
+    model = Line(sm.ParamState(jnp.array(0.5)), sm.LongTermState(jnp.zeros(()), reduce="sum"))
+
+    def loss(model: Line, x: Any) -> Any:
+        last = lax.scan(lambda c, y: (c * model.w.value + y, None), jnp.zeros(()), x)[0]
+        return last**2, model.replace(seen=model.seen.value + x.sum())
+
+    def step(model: Line, x: Any) -> Any:
+        return sm.value_and_grad(loss, axis_name="x")(model, x)
+
+    (value, after), grads = sm.shard_map(step, make_mesh("2"), (None, P("x")), ((P(), P()), P()))(
+        model, X
+    )
+    halves = [
+        jax.value_and_grad(lambda w, h=h: loss(model.replace(w=w), h)[0])(0.5)
+        for h in (X[:4], X[4:])
+    ]
+    np.testing.assert_allclose(value, (halves[0][0] + halves[1][0]) / 2)
+    np.testing.assert_allclose(jax.tree.leaves(grads)[0], (halves[0][1] + halves[1][1]) / 2)
+    assert float(after.seen.value) == 28
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda x: lax.cond(x[0] > 3, lambda: x, lambda: jnp.zeros(4)),
+        lambda x: lax.cond(pred=x[0] > 3, true_fun=lambda: x, false_fun=lambda: jnp.zeros(4)),
+        lambda x: lax.switch((x[0] > 3).astype(int), [lambda: jnp.zeros(4), lambda: x]),
+    ],
+)
+def test_branches_of_which_one_is_a_constant(branch: Any) -> None:
+    np.testing.assert_array_equal(mapped(branch)(X), [0, 0, 0, 0, 4, 5, 6, 7])
+
+
+def test_lanes_of_pmap2_that_hold_a_loop() -> None:
+    lanes = sm.pmap2(refused, in_axes=0, out_axes=0, axis_name="lane", devices=jax.devices()[:2])
+    np.testing.assert_array_equal(lanes(X.reshape(2, 4)).reshape(-1), [0, 0, 1, 3, 0, 4, 9, 15])
+
+
+def primitive_of_another_library() -> Any:
+    """It tells JAX shapes and dtypes only."""
+    twice = Primitive("twice")
+    twice.def_impl(lambda x: 2 * x)
+    twice.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    mlir.register_lowering(twice, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+    ad.primitive_jvps[twice] = lambda x, t, **_: (twice.bind(*x), twice.bind(*t))
+    ad.primitive_transposes[twice] = lambda ct, x: [twice.bind(ct)]
+    return twice
+
+
+def test_a_primitive_of_another_library_has_types() -> None:
+    """Without types JAX sums this gradient of `x` over shards."""
+    twice = primitive_of_another_library()
+    inner = jax.jit(lambda x: twice.bind(x) * 3)
+    loss = lambda w, x: (w * inner(x) * x).sum()
+    expected = jax.grad(loss, argnums=(0, 1))(2.0, X)
+    specs = (P(), P("x"))
+    inside = sm.shard_map(jax.grad(loss, argnums=(0, 1)), make_mesh("2"), specs, specs)
+    for grad, right in zip(inside(2.0, X), expected, strict=True):
+        np.testing.assert_allclose(grad, right)
+    values = sm.shard_map(lambda w, x: w * inner(x) * x, make_mesh("2"), specs, P("x"))
+    outside = jax.grad(lambda w, x: values(w, x).sum(), argnums=(0, 1))(2.0, X)
+    for grad, right in zip(outside, expected, strict=True):
+        np.testing.assert_allclose(grad, right)
+
+
+def test_a_state_that_a_loop_changes_is_still_checked() -> None:
+    fun = lambda state, x: lax.scan(lambda s, y: (s.set(s.value + y), None), state, x)[0]
+    call = sm.shard_map(fun, make_mesh("2"), (None, P("x")), P())
+    assert float(call(sm.State(0.0, reduce="sum"), X).value) == 28
+    with pytest.raises(sm.DivergedStateError, match="varies over 'x'"):
+        call(sm.State(0.0), X)
+
+
+def test_shards_that_would_wait_for_each_other_are_an_error() -> None:
+    def fun(x: Any) -> Any:
+        body = lambda c: (c[0] + 1, c[1] + lax.psum(x.sum(), "x"))
+        return lax.while_loop(lambda c: c[0] < x.sum(), body, (0, jnp.zeros(())))[1] + refused(x)
+
+    with pytest.raises(sm.StatemeshError, match="would wait for each other for ever"):
+        mapped(fun)(X)
+
+
+def test_what_cannot_be_lifted_names_the_line_and_what_to_write(monkeypatch: Any) -> None:
+    monkeypatch.setattr(lifting, "_vary", lambda x, axes: x)
+    with pytest.raises(
+        sm.StatemeshError,
+        match=r"casts do not mend it.*\n.*your line: test_lifting.py:\d+ \(refused\)",
+    ):
+        mapped(refused)(X)
+
+
+NESTED: dict[str, Callable[..., Any]] = {
+    "vmap": lambda f: lambda x: jax.vmap(f)(x.reshape(2, -1)).reshape(-1),
+    "checkpoint": jax.checkpoint,
+    "jit": jax.jit,
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_inside_of_other_transformations(name: str) -> None:
+    around = NESTED[name]
+    expected = np.concatenate([around(refused)(X[:4]), around(refused)(X[4:])])
+    np.testing.assert_allclose(mapped(around(refused))(X), expected)
+
+
+def test_what_is_taken_from_the_interior_of_jax_is_there() -> None:
+    """Where JAX moves one of these, this fails, and not a user's program."""
+    for public in (
+        jax.lax.scan,
+        jax.lax.while_loop,
+        jax.lax.cond,
+        jax.lax.switch,
+        jax.lax.custom_linear_solve,
+        jax.linear_transpose,
+        jax.jvp,
+        jax.make_jaxpr,
+    ):
+        assert lifting._cell(public).cell_contents.__name__ == public.__name__
+    assert "random_insert_pvary" in inspect.unwrap(jax.random.gamma).__globals__
+    wrappers = lifting._Wrappers()
+    wrappers.prepare()
+    assert len(wrappers.replaced) == 14
+    for module in (lifting._src_derivatives, lifting._src_api):
+        assert module.core is lifting._src_core
+    assert callable(lifting._src_ad.ValAccum.accum)
+    assert lifting._src_mlir._lowerings
+    assert callable(lifting._src_pe._cached_abstract_eval.cache_clear)
+    assert {"typematch", "typecompat"} <= set(dir(lifting._src_core))
+
+
+def test_an_operation_has_the_users_line_and_not_ours() -> None:
+    (eqn,) = [e for e in jax.make_jaxpr(mapped(refused))(X).eqns if e.primitive.name == "shard_map"]
+    (loop,) = [e for e in eqn.params["jaxpr"].eqns if e.primitive.name == "scan"]
+    assert "statemesh" not in source_info_util.summarize(loop.source_info).split("/")
+    files = [frame.file_name for frame in loop.source_info.traceback.frames]
+    assert any(file.endswith("test_lifting.py") for file in files)
+
+
+def shares_its_total(x: Any, w: Any) -> Any:
+    total = lax.scan(lambda c, y: (c + y * w, c), jnp.zeros(()), x)[0]
+    return x * total
+
+
+@pytest.mark.slow
+def test_the_equivalence_check_names_the_line_of_a_loop() -> None:
+    with pytest.raises(AssertionError, match=r"test_lifting.py:\d+: total = lax.scan") as raised:
+        testing.assert_equivalent(
+            shares_its_total, (X, 2.0), meshes=[{"x": 2}], in_specs=(P("x"), P()), out_specs=P("x")
+        )
+    assert "with jax.lax.psum(..., 'x')" in str(raised.value)
