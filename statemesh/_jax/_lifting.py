@@ -131,7 +131,8 @@ def with_casts_where_refused(call: Callable[[], list[Leaf]]) -> tuple[list[Leaf]
         if mapped is None or not any(map(_is_mistyped, _equations(mapped))):
             return outputs, False
     except Exception as error:
-        if not (is_refusal(error) or _passed_library(error)):
+        # An error of ours may quote a cast as the mend.
+        if isinstance(error, StatemeshError) or not (is_refusal(error) or _passed_library(error)):
             raise
         refusal = error
     try:
@@ -139,7 +140,9 @@ def with_casts_where_refused(call: Callable[[], list[Leaf]]) -> tuple[list[Leaf]
             return call(), True
     except Exception as error:
         # What the user's function raises behind what JAX refuses is the error to show.
-        if refusal is None or (is_refusal(refusal) and not is_refusal(error)):
+        if isinstance(error, StatemeshError) or refusal is None:
+            raise
+        if is_refusal(refusal) and not is_refusal(error):
             raise
         failed = error
     if not is_refusal(refusal):

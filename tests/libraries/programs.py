@@ -284,6 +284,27 @@ def _(p: Any, w: Any) -> Any:
     return optx.fixed_point(fun, solver, 0.3 * jnp.ones(2), args=(p, w)).value.sum()
 
 
+def _fit(solver: Callable[[Any], Any]) -> Lane:
+    def lane(p: Any, w: Any) -> Any:
+        import optimistix as optx
+
+        fun = lambda y, args: 2 * jnp.tanh(y) - args[0] * args[1]
+        start = 0.3 * jnp.ones(2)
+        return optx.least_squares(fun, solver(optx), start, args=(p, w)).value.sum()
+
+    return lane
+
+
+COMPARES = "error: optimistix compares jaxprs, and those of the two types differ"
+for _name, _solver in (
+    ("LevenbergMarquardt", lambda optx: optx.LevenbergMarquardt(1e-5, 1e-5)),
+    ("GaussNewton", lambda optx: optx.GaussNewton(1e-5, 1e-5)),
+):
+    PROGRAMS.append(
+        Program(f"optimistix: {_name}", _fit(_solver), "optimistix", True, "", COMPARES)
+    )
+
+
 # diffrax
 
 
