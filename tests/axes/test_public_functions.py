@@ -1,7 +1,6 @@
 """No public function of JAX makes shards differ in silence, nor a gradient wrong."""
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -219,20 +218,39 @@ def try_gradients(batch: Batch, mesh: jax.sharding.Mesh, found: Outcomes) -> Non
     compared(outside, found.outside)
 
 
-PARTS = {
-    "numpy": r"jax\.numpy\.",
-    "lax": r"jax\.lax\.",
-    "random and nn": r"jax\.(random|nn)\.",
-    "scipy": r"jax\.scipy\.",
-}
+# A whole sweep takes a quarter of an hour, so that the test tries one function in 24, and those whose types JAX
+# loses. By hand, with all functions:
+# XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.axes.test_public_functions
+STEP = 24
+LOSERS = (
+    *("jax.numpy.argsort", "jax.numpy.frexp", "jax.numpy.ldexp", "jax.lax.sort_key_val"),
+    *("jax.lax.switch", "jax.lax.rng_bit_generator", "jax.random.choice", "jax.random.permutation"),
+)
+
+
+def wrong(found: Outcomes) -> list[str]:
+    each = (found.values, found.inside, found.outside)
+    return [name for outcomes in each for name, outcome in outcomes.items() if outcome == "WRONG"]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", PARTS)
-def test_no_function_makes_shards_or_gradients_wrong_in_silence(part: str) -> None:
-    found = sweep(name for name in public_functions() if re.match(PARTS[part], name))
-    for outcomes in (found.values, found.inside, found.outside):
-        assert not [name for name, outcome in outcomes.items() if outcome == "WRONG"]
+def test_no_function_makes_shards_or_gradients_wrong_in_silence() -> None:
+    found = sweep(dict.fromkeys([*LOSERS, *[*public_functions()][::STEP]]))
+    assert not wrong(found)
     assert Counter(found.inside.values())["equal"] > 20
+    assert {name.split()[0] for name in found.losing} >= set(LOSERS) & set(public_functions())
     assert set(found.untried) <= UNTRIED
+
+
+if __name__ == "__main__":
+    everything = sweep(public_functions())
+    for title, outcomes in (
+        ("values", everything.values),
+        ("gradients inside", everything.inside),
+        ("gradients outside", everything.outside),
+    ):
+        print(title, dict(Counter(outcomes.values())))
+    print("types are lost:", everything.losing)
+    print("wrong:", wrong(everything))
+    print("not tried:", sorted(everything.untried))
