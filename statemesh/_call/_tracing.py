@@ -228,8 +228,8 @@ class Lost:
     typed: tuple[Axes, ...] = ()
 
 
-class TypesLost(Exception):
-    """What is being traced has to be traced again with right types."""
+class TypesLost(BaseException):
+    """What is being traced has to be traced again with right types. It is no error, which others may handle."""
 
     def __init__(self, lost: Lost) -> None:
         super().__init__(lost)

@@ -57,8 +57,17 @@ def names() -> frozenset[str]:
     return frozenset(primitive.name for primitive in active())
 
 
+def _bind_of(primitive: Any) -> Callable[..., Any]:
+    """How JAX binds a primitive, which is looked up at each call: a lift may have put another one there."""
+
+    def bind(*operands: Any, **params: Any) -> Any:
+        return type(primitive).bind(primitive, *operands, **params)
+
+    return bind
+
+
 def _asking_first(primitive: Any) -> Callable[..., Any]:
-    bind = primitive.bind
+    bind = _bind_of(primitive)
 
     def typed(*operands: Any, **params: Any) -> Any:
         axes = _varying_into(primitive.name, operands, params) if primitive in active() else NO_AXES
@@ -96,7 +105,7 @@ def _asking_first(primitive: Any) -> Callable[..., Any]:
 
 def _unless_cast(cast: Any) -> Callable[..., Any]:
     """Where JAX differentiates a jaxpr it runs it again: what is cast in it may vary already."""
-    bind = cast.bind
+    bind = _bind_of(cast)
 
     def idempotent(x: Any, *, axes: Any, **params: Any) -> Any:
         if active():
