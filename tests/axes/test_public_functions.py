@@ -218,7 +218,7 @@ def try_gradients(batch: Batch, mesh: jax.sharding.Mesh, found: Outcomes) -> Non
     compared(outside, found.outside)
 
 
-# A whole sweep takes a quarter of an hour, so that the test tries one function in 24, and those whose types JAX
+# A whole sweep takes a quarter of an hour, so the test tries one function in 24, and those whose types JAX
 # loses. By hand, with all functions:
 # XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.axes.test_public_functions
 STEP = 24
