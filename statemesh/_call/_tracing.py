@@ -229,7 +229,7 @@ class Lost:
 
 
 class TypesLost(BaseException):
-    """What is being traced has to be traced again with right types. It is no error, which others may handle."""
+    """What is being traced has to be traced again with right types. It is no error for others to handle."""
 
     def __init__(self, lost: Lost) -> None:
         super().__init__(lost)
