@@ -25,6 +25,7 @@ from traceback import walk_tb
 from typing import Any
 
 import jax
+import jaxtyping
 import numpy as np
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
@@ -55,6 +56,8 @@ _NO_LIBRARIES = (
     OWN_FOLDER,
     compat.JAX_FOLDER,
     os.path.dirname(np.__file__) + os.sep,
+    # Its checks of annotations stand around functions of the user's.
+    os.path.dirname(jaxtyping.__file__) + os.sep,
     sysconfig.get_paths()["stdlib"] + os.sep + "contextlib.py",
     sysconfig.get_paths()["stdlib"] + os.sep + "functools.py",
 )
