@@ -491,7 +491,7 @@ def _steps(
                 result = steps(*arrays)
                 if lost.in_gradients:
                     raise _types_lost(declared.name, lost) from error
-            except Exception:
+            except Exception:  # Whatever it is, the next call begins anew.
                 stay_lost = False
                 raise
             return result

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import is_
 from traceback import walk_tb
 from typing import Any
 
@@ -250,8 +251,10 @@ class _Agreeing:
             before = self.joined
             try:
                 return run()
-            except Exception:
-                # JAX refuses trees of other structures, and all else that is wrong, for good.
+            except (
+                Exception
+            ):  # JAX refuses in many ways, and a library may raise an error of its own.
+                # Trees of other structures, and all else that is wrong, are refused for good.
                 if self.joined in ([], before):
                     raise
             self.axes = [self.joined]
@@ -386,10 +389,10 @@ def _bind(original: Any, primitive: Any, *operands: Any, **params: Any) -> Any:
         if len(rules) == 1:
             rules = [_jvp_rule(rules[0])]
         else:
-            own = tuple(map(_axes, operands))
-            over = NO_AXES.union(*own)
+            axes_of_each = tuple(map(_axes, operands))
+            over = NO_AXES.union(*axes_of_each)
             fun = _on_varying(fun, over)
-            bwd = _bwd_rule(rules[1], own, _is_wrapped(rules[1]))
+            bwd = _bwd_rule(rules[1], axes_of_each, _is_wrapped(rules[1]))
             rules = [_lifted_rule(_on_varying_pairs(rules[0], over)), bwd]
         params["subfuns"] = (fun, *rules)
         return original(primitive, *operands, **params)
@@ -417,15 +420,11 @@ def _bind(original: Any, primitive: Any, *operands: Any, **params: Any) -> Any:
         if name in _RUNS_JAXPRS or not is_refusal(error):
             raise
         together = _together(operands)
-        if all(map(_is, operands, together)):
+        if all(map(is_, operands, together)):
             raise
     # Its rule for derivatives may make the same mistake when somebody takes one outside.
     _teach_to_lift(primitive)
     return original(primitive, *together, **params)
-
-
-def _is(x: object, y: object) -> bool:
-    return x is y
 
 
 def _together(operands: Sequence[Leaf]) -> list[Leaf]:

@@ -249,8 +249,8 @@ class Check:
     def _near_thresholds(self) -> None:
         """Compare calls with values at which what was not chosen so far may be chosen."""
         subject = self.subject
-        found = {x for program in self._replayed() for x in program.thresholds}
-        tried = sorted(found)[:MOST_THRESHOLDS]
+        limits = {x for program in self._replayed() for x in program.thresholds}
+        tried = sorted(limits)[:MOST_THRESHOLDS]
         # A norm of small numbers may still be above its threshold.
         for size in dict.fromkeys(size for x in tried for size in (x, x * SMALL)):
             if self.failed or not self._untaken():

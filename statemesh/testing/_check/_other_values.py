@@ -75,22 +75,25 @@ def later(
 def within(args: PyTree, kept: Collection[str], largest: float) -> PyTree:
     """Arguments whose floats outside of States are no larger than this, on both sides of zero."""
 
-    def make(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return jnp.asarray(random.uniform(-1, 1, x.shape) * largest, x.dtype)
-
-    return _changed(generic(args, kept), kept, make, in_states=False)
+    return _with_floats(args, kept, lambda random, x: random.uniform(-1, 1, x.shape) * largest)
 
 
 def large(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays outside of States are as large as float16 can hold."""
 
+    def draw(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
+        return np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
+
+    return _with_floats(args, kept, draw)
+
+
+def _with_floats(args: PyTree, kept: Collection[str], draw: Make) -> PyTree:
+    """Arguments with generic values, and floats outside of States as they are drawn, in double precision."""
+
     def make(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        drawn = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
-        return jnp.asarray(drawn.astype(x.dtype))
+        return jnp.asarray(draw(random, x).astype(x.dtype))
 
     return _changed(generic(args, kept), kept, make, in_states=False)
 

@@ -122,11 +122,7 @@ def limits_of(jaxpr: Jaxpr, counting: Sources) -> list[int]:
 
 
 def _is_real(aval: Any) -> bool:
-    return not aval.shape and bool(jnp.issubdtype(aval.dtype, jnp.number)) and not _is_complex(aval)
-
-
-def _is_complex(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.complexfloating))
+    return not aval.shape and (_is_integer(aval) or bool(jnp.issubdtype(aval.dtype, jnp.floating)))
 
 
 def _is_whole(aval: Any) -> bool:

@@ -1,7 +1,7 @@
 """A call in double precision, with all shards on one device."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -183,8 +183,8 @@ class Doubled:
     def uses(self, dtype: Any) -> bool:
         """Whether the program computes in a dtype."""
         every = all_equations(self.trace.closed.jaxpr)
-        avals: Iterable[Any] = (atom.aval for eqn in every for atom in eqn.outvars)
-        return any(aval.dtype == dtype for aval in avals)
+        # A token has no dtype.
+        return any(getattr(x.aval, "dtype", None) == dtype for eqn in every for x in eqn.outvars)
 
     @cached_property
     def split(self) -> set[int]:
