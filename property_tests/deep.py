@@ -146,6 +146,8 @@ def main() -> None:
         for number in itertools.count(options.first):
             dtype, smooth = KINDS[number % len(KINDS)]
             check(drawn(number, smooth=smooth), dtype, tally, gradients=smooth)
+            # Each compiled program takes memory maps, of which a process may have some 65,000.
+            jax.clear_caches()
             programs += BATCH
             bar.set_postfix(alarms=len(tally.alarms), batch=number)
             bar.update(BATCH)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ._axes._joined import LARGE, end_to_end, is_narrow
 from ._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_lanes
+from ._axes._ordered import Sums
 from ._base._checks import is_inexact, required_names
 from ._base._errors import (
     SpecError,
@@ -525,8 +526,13 @@ def own_parts(arrays: Sequence[Leaf], steps: Sequence[Sequence[Step]]) -> list[L
     return parts
 
 
-def scattered(arrays: Sequence[Leaf], steps: Sequence[Sequence[Step]]) -> list[Leaf]:
-    """This shard's part of the sums of arrays over shards: large ones alone, others together."""
+def scattered(arrays: Sequence[Leaf], steps: Sequence[Sequence[Step]], sums: Sums) -> list[Leaf]:
+    """This shard's part of the sums of arrays over shards: large ones alone, others together.
+
+    **Arguments:**
+
+    - `sums`: how arrays are summed.
+    """
     parts = list(arrays)
     for turn in range(max(map(len, steps), default=0)):
         groups: dict[Hashable, list[int]] = {}
@@ -535,8 +541,7 @@ def scattered(arrays: Sequence[Leaf], steps: Sequence[Sequence[Step]]) -> list[L
                 axis, names, _, is_large = of_array[turn]
                 x = parts[k]
                 if is_large:
-                    how: Any = {"scatter_dimension": axis, "tiled": True}
-                    parts[k] = jax.lax.psum_scatter(x, names, **how)
+                    parts[k] = sums.along(x, names, axis)
                 else:
                     groups.setdefault((names, x.dtype, compat.varying(x)), []).append(k)
         for members in groups.values():
@@ -547,7 +552,7 @@ def scattered(arrays: Sequence[Leaf], steps: Sequence[Sequence[Step]]) -> list[L
             sizes = [front.size // count for front in fronts]
             pairs = zip(fronts, sizes, strict=True)
             rows = jnp.concatenate([x.reshape(count, size) for x, size in pairs], axis=1)
-            pieces = jax.lax.split(jax.lax.psum_scatter(rows, names), sizes)
+            pieces = jax.lax.split(sums.of_rows(rows, names), sizes)
             for k, front, piece in zip(members, fronts, pieces, strict=True):
                 part = piece.reshape(front.shape[0] // count, *front.shape[1:])
                 parts[k] = jnp.moveaxis(part, 0, steps[k][turn].axis)

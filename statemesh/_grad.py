@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import TypeAlias, cast
@@ -11,15 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._axes._differing import all_axes, crossed, name_varying, whole_over
-from ._axes._joined import widened
+from ._axes._joined import largest, widened
 from ._axes._mesh_and_lanes import (
+    BLOCKS,
     IN_MICROBATCHES,
     MICROBATCHES,
+    all_varying,
     bound_names,
     gradients_around,
     inside_microbatches,
     meshes_and_lanes,
 )
+from ._axes._ordered import gathered, in_turn
 from ._axes._reduction import (
     REDUCING,
     Pending,
@@ -42,6 +46,7 @@ from ._base._errors import (
     DivergedStateError,
     StatemeshError,
     StructureError,
+    axes_argument,
     error_listing,
     filter_str,
     first_paths,
@@ -90,10 +95,10 @@ from ._jax import _explicit as explicit
 from ._jax import _jaxprs as jaxprs
 from ._jax._compat import Jaxpr, tree_util
 from ._jax._dataflow import forwarded
-from ._jax._frames import without_own_frames
+from ._jax._frames import frames_of, user_line, without_own_frames
 from ._jax._jaxprs import run_varying, traced_outside
 from ._state._filters import to_predicate
-from ._state._random import again
+from ._state._random import RandomState, again
 from ._state._state import ParamState, State, mark_origin, origin, origins
 from ._state._values import strong
 
@@ -106,6 +111,7 @@ def value_and_grad(
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
     microbatches: Size | None = None,
+    blocks: Size | None = None,
     split_as: PyTree = None,
 ) -> Callable[Params, tuple[Result, PyTree]]:
     """A function that evaluates a loss, the new model, and the gradient of the loss, reduced exactly once.
@@ -141,6 +147,12 @@ def value_and_grad(
         is; `RandomState.rows` counts rows over parts and shards alike. Losses and gradients are summed in
         float32 at least, and reduced over `axis_name` once. Arrays in `aux` come stacked, one for each
         part.
+    - `blocks`: into how many blocks the rows of all shards are cut, a power of two, so that loss, gradients
+        and states have the same bits on 1, 2, 4 and so on up to `blocks` shards. Every shard runs the blocks
+        of its own rows one after the other, as it does microbatches, and sums go over a fixed tree. The rows
+        of positional arguments are to be split over the axes of `axis_name`, in this order. Arrays in `aux`
+        come stacked, one for each block. `microbatches` beside it must be made of whole blocks, and changes
+        nothing.
     - `split_as`: what `fsdp` made of the model, for parameters that are whole here. Each shard then keeps
         only its own part of each gradient. A reduce-scatter takes the place of the sum over all shards: one
         in all for small gradients of one dtype that are split over the same mesh axes, and one for each
@@ -158,7 +170,9 @@ def value_and_grad(
     comes there of what gradients pass through from one to another; for a `split_as` of another structure, or
     that splits over other axes than `axis_name`. With `microbatches` also `StructureError`
     for arrays without rows or with a number of rows that it does not divide, and `DivergedStateError` for a
-    state without a policy that the parts write differently.
+    state without a policy that the parts write differently. With `blocks` also `StatemeshError` for numbers
+    that are no powers of two or do not divide it, for what `fun` exchanges over `axis_name`, and for keys
+    that are drawn for a shard and not for rows.
 
     !!! example
 
@@ -192,6 +206,15 @@ def value_and_grad(
             "value_and_grad: microbatches must be a positive int, or None for all rows at once, but is "
             f"{microbatches!r}."
         )
+    if blocks is not None and (type(blocks) is not int or not _is_power_of_two(blocks)):
+        near = ""
+        if type(blocks) is int and blocks > 2:
+            low = 1 << (blocks.bit_length() - 1)
+            near = f" Near it are {low} and {2 * low}."
+        raise StatemeshError(
+            "value_and_grad: blocks must be a power of two, or None for sums in any order, but is "
+            f"{blocks!r}. Sums over blocks go two by two, so that each shard's is a branch of one tree.{near}"
+        )
     to_predicate(wrt)
     name = fun_name(fun)
     loss_fun = LossFunction(fun, has_aux, name)
@@ -199,14 +222,12 @@ def value_and_grad(
     @without_own_frames
     def value_and_grads(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0], split_as)
-        scope = Scope(name, axis_name, reduce == "mean", parts)
+        scope = Scope(name, axis_name, reduce == "mean", blocks, parts)
         with _mesh_of(tree_util.tree_leaves((model, args, kwargs))):
-            if microbatches is None:
-                evaluated = at_once(loss_fun, scope, parts, args, kwargs)
+            if cut := scope.cut(microbatches):
+                evaluated = one_after_another(loss_fun, scope, parts, model, args, kwargs, cut)
             else:
-                evaluated = in_microbatches(
-                    loss_fun, scope, parts, model, args, kwargs, microbatches
-                )
+                evaluated = at_once(loss_fun, scope, parts, args, kwargs)
         loss, grads = scope.reduced(evaluated)
         aux, model = evaluated.result
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
@@ -223,6 +244,7 @@ def grad(
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
     microbatches: Size | None = None,
+    blocks: Size | None = None,
     split_as: PyTree = None,
 ) -> Callable[Params, tuple[PyTree, PyTree]]:
     """As `value_and_grad`, without the loss.
@@ -251,6 +273,7 @@ def grad(
         reduce=reduce,
         has_aux=has_aux,
         microbatches=microbatches,
+        blocks=blocks,
         split_as=split_as,
     )
 
@@ -446,9 +469,17 @@ class Evaluated:
 class Scope:
     """Bound axes, grouped by how we learn over which of them a value differs."""
 
-    def __init__(self, name: str, axis_name: SeveralAxes, mean: bool, parts: Parts) -> None:
+    def __init__(
+        self,
+        name: str,
+        axis_name: SeveralAxes,
+        mean: bool,
+        blocks: Size | None,
+        parts: Parts,
+    ) -> None:
         self.params, self.own, self.steps = parts.params, parts.own, parts.steps
-        named = frozenset(bound_names("value_and_grad", axis_name))
+        self.axis_names = bound_names("value_and_grad", axis_name)
+        named = frozenset(self.axis_names)
         unnamed = [
             f"{path}: over {quoted(left)}"
             for path, steps in zip(parts.paths, parts.steps, strict=True)
@@ -461,10 +492,13 @@ class Scope:
                 unnamed,
                 "Gradients are summed over the axes of axis_name only. Name these axes there too.",
             )
-        self.reduction = Reduction(named, mean, name, tuple(parts.paths))
+        self.reduction = Reduction(named, mean, name, tuple(parts.paths), blocks)
+        if blocks is not None:
+            self._check_order(parts.paths)
         bound = compat.bound_axis_names()
         meshes, self.lanes = meshes_and_lanes(bound)
         self.entry = named, frozenset(bound)
+        meshes = self._as_named(meshes)
         self.from_types = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
         self.types = FromTypes(self.from_types)
         self.from_dataflow = compat.axes_from_dataflow()
@@ -572,7 +606,9 @@ class Scope:
                 self.separate | (frozenset(axis_names) - over) if are_lanes else self.separate
             )
             if left := tuple(
-                n for n in axis_names if n in self.reduction.named or n not in separate
+                n
+                for n in self._as_named(axis_names)
+                if n in self.reduction.named or n not in separate
             ):
                 pending = Pending(self.reduction, left, are_lanes, over)
                 # A derivative taken outside of a map differentiates what was decided inside.
@@ -596,7 +632,13 @@ class Scope:
                 raise _loss_exchanged_inside(name, self._in_order(inside))
             plans = [self.reduction.typed(param, over, axes) for param in params]
             plans.append(self.reduction.of_loss(over, axes))
-            values = self.reduction.with_names(reduce_on_mesh(values, plans, self.from_types))
+            values = reduce_on_mesh(values, plans, self.from_types, self.reduction.sums)
+            values = self.reduction.with_names(values)
+        if blocks := self.reduction.blocks:
+            # What follows is not to be compiled into one loop with the sums, where it may round otherwise.
+            values = jax.lax.optimization_barrier(
+                [x / blocks if self.reduction.mean else x for x in values]
+            )
         narrowed = zip(values, dtypes, strict=True)
         *grads, loss = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in narrowed]
         return loss, grads
@@ -604,12 +646,17 @@ class Scope:
     def _scattered(self, grads: Sequence[Leaf]) -> list[Leaf]:
         """The gradients; of those that are split this shard's part of the sum, of narrow ones in float32."""
         pairs = zip(grads, self.steps, strict=True)
-        return scattered([widened(x) if steps else x for x, steps in pairs], self.steps)
+        wide = [widened(x) if steps else x for x, steps in pairs]
+        return scattered(wide, self.steps, self.reduction.sums)
 
     def _varying(self, x: Leaf) -> Axes:
         """The mesh axes over which a value may differ, by its type or by what is recorded of it."""
         (axes,) = self.types.of([x])
         return axes
+
+    def differs_over(self, x: Leaf) -> Axes:
+        """The axes of `axis_name` over which a value may differ."""
+        return self._varying(x) & self.reduction.named
 
     def _param_varying(self, x: Leaf, path: str) -> Axes:
         """The same of a parameter. One that `all_gather` made whole has a type that varies, yet one value.
@@ -626,6 +673,50 @@ class Scope:
 
     def _in_order(self, axes: Axes) -> tuple[AxisName, ...]:
         return tuple(name for name in self.from_types if name in axes)
+
+    def _as_named(self, axes: Sequence[AxisName]) -> tuple[AxisName, ...]:
+        """The axes with those of `axis_name` in its order, the order in which they split the rows."""
+        named = iter([name for name in self.axis_names if name in axes])
+        return tuple(next(named) if name in self.reduction.named else name for name in axes)
+
+    def _check_order(self, paths: Sequence[str]) -> None:
+        """Refuse parameters that are split over axes in another order than the tree of sums goes."""
+        apart = []
+        for path, steps in zip(paths, self.steps, strict=True):
+            split = [name for step in reversed(steps) for name in step.names]
+            if split and self.axis_names[-len(split) :] != tuple(split):
+                apart.append(f"{path}: over {quoted(split)}")
+        if apart:
+            raise error_listing(
+                StatemeshError,
+                f"value_and_grad: blocks={self.reduction.blocks} sums over the last axes of axis_name="
+                f"{axes_argument(self.axis_names)!r} first, but split_as splits parameters over others",
+                apart,
+                "Split parameters over the last axes, or over all of them in this order.",
+            )
+
+    def cut(self, microbatches: Size | None) -> "Cut | None":
+        """How the rows of a shard are cut; `None` if they are not."""
+        blocks = self.reduction.blocks
+        if blocks is None:
+            return None if microbatches is None else Cut(MICROBATCHES, microbatches)
+        sizes = [jax.lax.axis_size(name) for name in self.axis_names]
+        shards = math.prod(sizes)
+        if not _is_power_of_two(shards) or blocks % shards:
+            product = " x ".join(map(str, sizes)) + (f" = {shards}" if len(sizes) > 1 else "")
+            raise StatemeshError(
+                f"value_and_grad: blocks={blocks} cannot be shared out evenly among {product} shards over "
+                f"{quoted(self.axis_names)}: {blocks} = {blocks // shards} x {shards} + {blocks % shards}. "
+                "The number of shards must be a power of two, and at most the number of blocks."
+            )
+        count = blocks // shards
+        if microbatches is not None and count % microbatches:
+            raise StatemeshError(
+                f"value_and_grad: microbatches={microbatches} are not made of whole blocks: a shard has "
+                f"{count} of blocks={blocks}, and {count} = {count // microbatches} x {microbatches} + "
+                f"{count % microbatches}. Leave microbatches out: blocks run one after the other anyway."
+            )
+        return Cut(BLOCKS, count, blocks, self.axis_names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -751,38 +842,92 @@ def _loss_exchanged_inside(name: str, axes: Sequence[AxisName]) -> StatemeshErro
     )
 
 
-_NAMES = (MICROBATCHES,)
-_DIFFERS = frozenset(_NAMES)
+_DIFFERS = frozenset([MICROBATCHES])
 
 
-def in_microbatches(
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How the rows of a shard are cut into parts that run one after the other: microbatches or blocks.
+
+    **Attributes:**
+
+    - `name`: by which name states see the parts, as if they were lanes.
+    - `count`: how many parts a shard has.
+    - `blocks`, `axis_names`: of blocks how many all shards have, and the axes that split the rows.
+    """
+
+    name: str
+    count: Size
+    blocks: Size | None = None
+    axis_names: tuple[AxisName, ...] = ()
+
+    def __str__(self) -> str:
+        if self.blocks is None:
+            return f"microbatches={self.count}"
+        return f"blocks={self.blocks} ({self.count} on a shard)"
+
+    @property
+    def of_all(self) -> Size:
+        """The values of how many parts a shard has of what the parts wrote."""
+        return self.count if self.blocks is None else self.blocks
+
+    @property
+    def kind(self) -> str:
+        return "microbatches" if self.blocks is None else "blocks"
+
+    def apart(self, x: Array) -> Array:
+        """An array of rows, with the parts along an axis."""
+        if self.blocks is None:
+            return explicit.rows_apart(x, self.count)
+        return explicit.rows_in_blocks(x, self.count)
+
+    def part(self, x: Array, number: Leaf) -> Array:
+        """One part of such an array."""
+        axis = 1 if self.blocks is None else 0
+        return jax.lax.dynamic_index_in_dim(x, number, axis, keepdims=False)
+
+    def by_itself(self, values: PyTree) -> PyTree:
+        """Values that go into a block or come out of it.
+
+        XLA compiles a block alike wherever it stands if nothing around it is compiled into one loop with it.
+        """
+        if self.blocks is None:
+            return values
+        leaves, treedef = tree_util.tree_flatten(values)
+        at = [k for k, x in enumerate(leaves) if not is_key(x)]
+        for k, x in zip(at, jax.lax.optimization_barrier([leaves[k] for k in at]), strict=True):
+            leaves[k] = x
+        return treedef.unflatten(leaves)
+
+
+def one_after_another(
     fun: LossFunction,
     scope: Scope,
     parts: Parts,
     model: PyTree,
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-    count: int,
+    cut: Cut,
 ) -> Evaluated:
-    """Evaluate the function on one microbatch after the other.
+    """Evaluate the function on one microbatch, or block, after the other.
 
-    One microbatch is traced. Its program shows which results depend on its rows or on its number, and may
-    differ from one microbatch to the next: these are stacked. The others are kept once. The loss and the
+    One part is traced. Its program shows which results depend on its rows or on its number, and may
+    differ from one part to the next: these are stacked. The others are kept once. The loss and the
     gradients are summed up.
     """
     if inside_microbatches():
         raise StatemeshError(
-            f"value_and_grad: the microbatches of {fun.name} stand inside those of another value_and_grad. "
-            "Split the rows once: leave `microbatches` out inside, and give the outer one the product of "
+            f"value_and_grad: the {cut.kind} of {fun.name} stand inside those of another value_and_grad. "
+            f"Split the rows once: leave `{cut.kind}` out inside, and give the outer one the product of "
             "both."
         )
-    batch, rows = _split_rows(fun, args, count)
-    entering = _Entering(fun.fun, model, kwargs, count)
+    batch, rows = _split_rows(fun, args, cut)
+    entering = _Entering(fun.fun, model, kwargs, cut)
     arguments = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
     params = scope.cast(parts.params)
     results: list[tuple[Skeleton, Skeleton, list[_ReturnedUnit], Axes]] = []
 
-    def microbatch(params: list[Leaf], pieces: list[Leaf]) -> tuple[Array, list[Leaf], list[Array]]:
+    def of_part(params: list[Leaf], pieces: list[Leaf]) -> tuple[Array, list[Leaf], list[Array]]:
         returned: list[tuple[Skeleton, Skeleton, list[_ReturnedUnit]]] = []
 
         def local(params: list[Leaf]) -> tuple[Array, list[Array]]:
@@ -802,18 +947,21 @@ def in_microbatches(
 
     with scope.casting():
         first = [
-            *(x[:, 0] for x in rows),
+            *(cut.part(x, 0) for x in rows),
             *((again(x) if is_key(x) else x)[0] for x in entering.parts),
         ]
-        closed = compat.trace_marked(microbatch, [params, first], [IN_MICROBATCHES])
+        closed = compat.trace_marked(of_part, [params, first], [IN_MICROBATCHES])
     ((aux, new, returned_units, crossed),) = results
     program = jaxprs.open_jaxpr(closed)
+    if cut.blocks is not None:
+        _refuse_exchanges(fun, program, cut)
     facts = all_axes(program, [*[NO_AXES] * len(params), *[_DIFFERS] * len(first)])
     differs = [bool(axes & _DIFFERS) for axes in facts]
-    if not scope.reduction.mean and count > 1 and not differs[0]:
+    if not scope.reduction.mean and (cut.blocks or cut.count) > 1 and not differs[0]:
         raise StatemeshError(
-            f"{loss_str(fun.name)} is the same in every microbatch: reduce='sum' would count it once for "
-            "each. Compute it from the rows, or write reduce='mean', which leaves such a loss as it is."
+            f"{loss_str(fun.name)} is the same in every {cut.kind[:-2] if cut.blocks is None else 'block'}: "
+            "reduce='sum' would count it once for each. Compute it from the rows, or write reduce='mean', "
+            "which leaves such a loss as it is."
         )
     # The program's results are the loss and the gradients, which are summed; auxiliary arrays, which are
     # stacked; and arrays of the model, which are stacked if they differ. Keys are stacked too, because there
@@ -834,35 +982,51 @@ def in_microbatches(
 
     def start(k: int) -> Array:
         zeros = compat.vary(explicit.zeros_of(avals[k]), compat.varying_type(avals[k]))
-        return widened(zeros) if k < summed else zeros
+        # -0.0 alone changes no number that is added to it.
+        return -widened(zeros) if k < summed else zeros
 
-    def step(carry: list[Array], xs: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
-        number, others = xs
+    def run(number: Leaf) -> tuple[list[Array], list[Array]]:
         # The rows are picked here. As the scan's own operand the whole batch would be copied first, to put
         # the rows of each microbatch side by side.
-        picked = [jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False) for x in rows]
-        outputs = jaxprs.run_jaxpr(closed, [*params, *picked, *others])
-        after = [
-            before + widened(outputs[k]) if k < summed else strong(outputs[k])
-            for k, before in zip(carried, carry, strict=True)
-        ]
+        picked = [cut.part(x, number) for x in rows]
+        others = [(again(x) if is_key(x) else x)[number] for x in entering.parts]
+        outputs = jaxprs.run_jaxpr(closed, cut.by_itself([*params, *picked, *others]))
+        outputs = cut.by_itself(outputs)
+        after = [widened(outputs[k]) if k < summed else strong(outputs[k]) for k in carried]
         return after, [x for x, hit in zip(outputs, is_stacked, strict=True) if hit]
 
-    xs = jnp.arange(count), list(entering.parts)
-    last, stacks = jax.lax.scan(step, [start(k) for k in carried], xs)
+    def together(before: list[Array], after: list[Array]) -> list[Array]:
+        triples = zip(carried, before, after, strict=True)
+        return [old + new if k < summed else new for k, old, new in triples]
+
+    def in_line(before: list[Array], number: Array) -> tuple[list[Array], list[Array]]:
+        after, kept = run(number)
+        return together(before, after), kept
+
+    zeros = [start(k) for k in carried]
+    if cut.blocks is None:
+        last, stacks = jax.lax.scan(in_line, zeros, jnp.arange(cut.count))
+    else:
+        last, stacks = in_turn(run, together, cut.count, zeros)
     once = dict(zip(carried, last, strict=True)) | known
     left = iter(stacks)
     outputs = [next(left) if hit else once[k] for k, hit in enumerate(is_stacked)]
-    loss, *grads = [x / count if scope.reduction.mean else x for x in outputs[:summed]]
+    loss, *grads = outputs[:summed]
+    if scope.reduction.mean and cut.blocks is None:
+        loss, *grads = [x / cut.count for x in (loss, *grads)]
     of_all = [
         x[0] if is_stacked[k] and not differs[k] else x
         for k, x in enumerate(outputs[of_model:], start=of_model)
     ]
+    if cut.axis_names:
+        own = [*parts.params, *closed.consts]
+        same = not any(scope.differs_over(x) for x in own)
+        of_all = _on_all_shards(new, of_all, differs[of_model:], same, cut.axis_names)
     stacked = {id(x) for x, hit in zip(of_all, differs[of_model:], strict=True) if hit}
-    model = _left_together(fun.name, new.filled(of_all), stacked, returned_units, count)
+    model = _left_together(fun.name, new.filled(of_all), stacked, returned_units, cut)
     # Of auxiliary values every array is stacked, also those that all microbatches share.
     shared = [
-        jnp.broadcast_to(x, (count, *x.shape)) if isinstance(x, jax.Array | np.ndarray) else x
+        jnp.broadcast_to(x, (cut.count, *x.shape)) if isinstance(x, jax.Array | np.ndarray) else x
         for x in aux.leaves
     ]
     result = dataclasses.replace(aux, leaves=shared).filled(outputs[summed:of_model]), model
@@ -870,15 +1034,79 @@ def in_microbatches(
     return Evaluated(loss, grads, result, lambda: crossed, lambda: program, dtypes)
 
 
+def _on_all_shards(
+    model: Skeleton,
+    arrays: Sequence[Array],
+    differs: Sequence[bool],
+    same: bool,
+    axis_names: tuple[AxisName, ...],
+) -> list[Array]:
+    """The arrays of a model as blocks left them; each shard gets those of the blocks of all shards.
+
+    So the states' policies see all blocks at once, in one order, and merge them alike on every mesh. Random
+    streams stay as they are: their keys are the shard's own, and leave as the first shard's.
+
+    **Arguments:**
+
+    - `differs`: which arrays hold values of each block along their first axis.
+    - `same`: whether the others are the same on all shards, although parameters are cast inside.
+    """
+    units = tree_util.tree_leaves(model.filled(arrays), is_leaf=is_state)
+    streams = {
+        id(x)
+        for unit in units
+        if isinstance(unit, RandomState)
+        for x in tree_util.tree_leaves(unit)
+    }
+
+    def on_all(x: Array, differs: bool) -> Array:
+        if id(x) in streams:
+            return x
+        if differs:
+            return gathered(all_varying(x, axis_names), axis_names)
+        over = [name for name in axis_names if name in compat.varying(x)] if same else []
+        # The mean of equal numbers would not be that number: 5 x is rounded, for one.
+        return largest([x], over)[0] if over else x
+
+    return [on_all(x, hit) for x, hit in zip(arrays, differs, strict=True)]
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def _refuse_exchanges(fun: LossFunction, program: Jaxpr, cut: Cut) -> None:
+    """Refuse collectives inside a block: which blocks meet in one depends on the number of shards."""
+    over = frozenset(cut.axis_names)
+    lines = [
+        f"{user_line(frames_of(eqn))}: {eqn.primitive.name} over {quoted(axes)}"
+        for eqn in jaxprs.equations(program)
+        if not jaxprs.jaxprs_of(eqn)
+        and (axes := [name for name in cut.axis_names if name in jaxprs.exchanged_by(eqn) & over])
+    ]
+    if lines:
+        raise error_listing(
+            StatemeshError,
+            f"value_and_grad: {cut} runs {fun.name} on one block after the other, and these lines exchange "
+            "values between the blocks that shards run at the same time. Which blocks these are depends on "
+            "the number of shards, and so would the bits",
+            list(dict.fromkeys(lines)),
+            "Return the loss of the rows: value_and_grad takes the mean. Gather parameters before, and pass "
+            "`split_as`. Layers such as BatchNorm need no axis_name here: their statistics are merged by the "
+            "states' own policies.",
+        )
+
+
 def _split_rows(
-    fun: LossFunction, args: tuple[PyTree, ...], count: int
+    fun: LossFunction, args: tuple[PyTree, ...], cut: Cut
 ) -> tuple[Skeleton, list[Array]]:
     """The positional arguments after the model, and their arrays with the leading axis split.
 
     A microbatch holds every `count`-th row. The number of rows on a shard is a multiple of `count`, so the
-    rows of one microbatch on all shards are every `count`-th row of the whole batch, whatever the mesh. Those
-    of microbatch `i` are at `[:, i]`.
+    rows of one microbatch on all shards are every `count`-th row of the whole batch, whatever the mesh. A
+    block holds rows that follow one another.
     """
+    count = cut.count
     leaves, treedef = tree_util.tree_flatten(args)
     positions: list[int] = []
     bare: list[tuple[str, object]] = []
@@ -901,22 +1129,21 @@ def _split_rows(
         argument = bare[0][0].split(".")[0].split("[")[0]
         raise error_listing(
             StructureError,
-            f"value_and_grad: microbatches={count} splits the leading axis of every array in the positional "
+            f"value_and_grad: {cut} splits the leading axis of every array in the positional "
             f"arguments of {fun.name} after the model, but these have none",
             [f"{path}: {describe(x)}" for path, x in bare],
-            f"Pass what all microbatches share as a keyword argument: `{argument}=...`.",
+            f"Pass what all {cut.kind} share as a keyword argument: `{argument}=...`.",
         )
     if uneven:
         raise error_listing(
             StructureError,
-            f"value_and_grad: microbatches={count} does not divide the leading axis of arguments of "
-            f"{fun.name}",
+            f"value_and_grad: {cut} does not divide the leading axis of arguments of {fun.name}",
             uneven,
             "Inside a mapped call these are the rows of one shard. Choose a number that divides them; or pad "
             "the rows and leave them out of the loss by a mask.",
         )
     skeleton = Skeleton(leaves, treedef, [None] * len(origins(args)), positions)
-    return skeleton, [explicit.rows_apart(jnp.asarray(leaves[i]), count) for i in positions]
+    return skeleton, [cut.apart(jnp.asarray(leaves[i])) for i in positions]
 
 
 # Of a state in a model that a microbatch returned, or of a leaf outside of any: its path, the state that it
@@ -933,7 +1160,7 @@ class _Entering:
         states that enter a shard as another state have such arrays.
     """
 
-    def __init__(self, fun: Fun, model: PyTree, kwargs: dict[str, PyTree], count: int) -> None:
+    def __init__(self, fun: Fun, model: PyTree, kwargs: dict[str, PyTree], cut: Cut) -> None:
         self.root = positional_names(fun, 1)[0]
         self.kwargs = kwargs
         self.olds: list[tuple[str, KeyPath, State]] = [
@@ -947,12 +1174,12 @@ class _Entering:
         skeletons: list[Skeleton] = []
 
         def enter() -> list[Array]:
-            states = [checked_state(old._made(_NAMES), old, "enter") for old in changed]
+            states = [checked_state(old._made((cut.name,)), old, "enter") for old in changed]
             skeleton, arrays = taken_apart(states, kept)
             skeletons[:] = [skeleton]
             return arrays
 
-        self.parts = jax.vmap(enter, axis_name=MICROBATCHES, axis_size=count)()
+        self.parts = jax.vmap(enter, axis_name=cut.name, axis_size=cut.count)()
         (self.changed,) = skeletons
 
     def seen(
@@ -1021,6 +1248,8 @@ class _MicrobatchRules(AxisRules):
             if write.value.reduce is None and type(write.value).leave is State.leave
         ]
         arrays = mistakes.varying
+        (part,) = self.names
+        kind = "microbatches" if part == MICROBATCHES else "blocks"
         if unmerged or arrays:
             items = [(write.path, write.value) for write in unmerged]
             items += [(write.path, write.value) for write in arrays]
@@ -1028,11 +1257,11 @@ class _MicrobatchRules(AxisRules):
                 "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
                 "function": unmerged,
                 "put an array that is written into a State, which can say how writes are merged": arrays,
-                "return the microbatches' own values as auxiliary ones, with `has_aux=True`": True,
+                f"return the {kind}' own values as auxiliary ones, with `has_aux=True`": True,
             }
             raise error_listing(
                 DivergedStateError,
-                f"value_and_grad: the microbatches of {name} wrote different values, but the model keeps one",
+                f"value_and_grad: the {kind} of {name} wrote different values, but the model keeps one",
                 [f"{path}: {describe(value)}" for path, value in items],
                 listed(
                     "Mend it in one of these ways",
@@ -1042,7 +1271,7 @@ class _MicrobatchRules(AxisRules):
         if mistakes.diverged:
             raise error_listing(
                 DivergedStateError,
-                f"value_and_grad: policies that merge what the microbatches of {name} wrote gave values that "
+                f"value_and_grad: policies that merge what the {kind} of {name} wrote gave values that "
                 "still differ between these",
                 [
                     f"{write.path}: merged by {errors.policy_name(write.value)}"
@@ -1053,16 +1282,16 @@ class _MicrobatchRules(AxisRules):
 
 
 def _left_together(
-    name: str, model: PyTree, stacked: Set[int], returned_units: Sequence[_ReturnedUnit], count: int
+    name: str, model: PyTree, stacked: Set[int], returned_units: Sequence[_ReturnedUnit], cut: Cut
 ) -> PyTree:
-    """The model that all microbatches together have made.
+    """The model that all microbatches, or blocks, together have made.
 
     **Arguments:**
 
     - `model`: what one microbatch after the other returned.
     - `stacked`: by identity the arrays in it that have the values of all microbatches along their first axis.
     """
-    rules = _MicrobatchRules("value_and_grad", Lanes(), 0, None, MICROBATCHES, count, (), ())
+    rules = _MicrobatchRules("value_and_grad", Lanes(), 0, None, cut.name, cut.count, (), ())
     units, treedef = tree_util.tree_flatten(model, is_leaf=is_state)
     arrays = [
         Varying(path, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rules.names, None)
@@ -1070,7 +1299,7 @@ def _left_together(
         if id(x) in stacked
     ]
 
-    def group_left(at: Sequence[int], outside: bool) -> list[State]:
+    def group_left(at: Sequence[int], outside: bool, count: Size) -> list[State]:
         olds = [returned_units[i][1] for i in at]
         before, operands = taken_apart(
             [(units[i], old and old.old) for i, old in zip(at, olds, strict=True)]
@@ -1097,7 +1326,7 @@ def _left_together(
             leave,
             in_axes=tuple(0 if id(x) in stacked else None for x in operands),
             out_axes=None,
-            axis_name=MICROBATCHES,
+            axis_name=cut.name,
             axis_size=count,
         )
         outputs = (
@@ -1108,13 +1337,15 @@ def _left_together(
     # JAX's collectives, which a function may call, fail over lanes inside a checked `shard_map`. States with
     # such policies are merged by a program that is traced outside of any mapped call.
     checked = compat.inside_checked_shard_map()
-    for outside in (False, True):
-        at = [
-            i
-            for i, (_, _, is_written) in enumerate(returned_units)
-            if is_written and (checked and callable(units[i].reduce)) is outside
-        ]
-        for i, state in zip(at, group_left(at, outside) if at or arrays else (), strict=True):
+    # Of random streams each shard has those of its own blocks, and of all else the blocks of all shards.
+    groups: dict[tuple[bool, Size], list[int]] = {(False, cut.count): []} if arrays else {}
+    for i, (_, _, is_written) in enumerate(returned_units):
+        if is_written:
+            at_hand = cut.count if isinstance(units[i], RandomState) else cut.of_all
+            outside = checked and callable(units[i].reduce)
+            groups.setdefault((outside, at_hand), []).append(i)
+    for (outside, count), at in groups.items():
+        for i, state in zip(at, group_left(at, outside, count), strict=True):
             # Where nothing shows what it continues, the surrounding call is not to take it for known.
             old = None if origin(units[i]) is None else returned_units[i][1]
             units[i] = mark_origin(state, None if old is None else origin(old.old))

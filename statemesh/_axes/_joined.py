@@ -187,7 +187,7 @@ def _several(
             # One device sends nothing, so that copies to put arrays end to end would save nothing.
             return [collective(x, names) for x in arrays]
         reduce = partial(_as_one, lambda x: collective(x, names))
-        return by_groups(reduce, arrays, _buckets(arrays))
+        return by_groups(reduce, arrays, in_buckets(arrays))
 
     def rule(_: int, batched: Sequence[bool], *arrays: AnyArray) -> Any:
         groups = [[k for k, hit in enumerate(batched) if hit == wanted] for wanted in (True, False)]
@@ -210,7 +210,7 @@ def _several(
     return list(linear(*arrays))
 
 
-def _buckets(arrays: Sequence[AnyArray]) -> Iterator[list[int]]:
+def in_buckets(arrays: Sequence[AnyArray]) -> Iterator[list[int]]:
     """The numbers of the arrays that are reduced as one."""
     bucket: list[int] = []
     size = 0

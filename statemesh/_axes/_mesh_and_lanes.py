@@ -24,9 +24,11 @@ from .._jax._jaxprs import Rule
 from ._joined import AnyArray, largest, largest_entry, smallest, smallest_entry, together
 
 
-# The name by which states see the microbatches of `value_and_grad`, as if they were lanes, when they enter
-# and leave a microbatch. While one runs it is not bound: microbatches follow one another.
+# The names by which states see the microbatches and blocks of `value_and_grad`, as if they were lanes, when
+# they enter and leave one. While one runs they are not bound: microbatches follow one another.
 MICROBATCHES = "the microbatches of value_and_grad"
+BLOCKS = "the blocks of value_and_grad"
+PARTS_OF_ROWS = (MICROBATCHES,), (BLOCKS,)
 # The mark that is bound instead.
 IN_MICROBATCHES = compat.InMicrobatches()
 

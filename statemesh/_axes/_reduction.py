@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from .._base._errors import StatemeshError, axes_argument, error_listing, listed, quoted
-from .._base._types import NO_AXES, Axes, AxisName
+from .._base._types import NO_AXES, Axes, AxisName, Size
 from .._jax._jaxprs import Rule
-from ._joined import AnyArray, after_sum, before_sum, together
+from ._joined import AnyArray, after_sum, before_sum
+from ._ordered import AT_ONCE, IN_ORDER, Sums
 
 
 Operand = TypeVar("Operand")
@@ -51,12 +51,23 @@ class Reduction:
     - `named`: the axes over which the losses are taken together.
     - `mean`: whether the one loss is their mean; else it is their sum.
     - `name`, `params`: what messages call the function and each parameter.
+    - `blocks`: over how many blocks of rows the sums go by a fixed tree. The mean is then taken once, after
+        the sum.
     """
 
     named: Axes
     mean: bool
     name: str
     params: tuple[str, ...]
+    blocks: Size | None = None
+
+    @property
+    def sums(self) -> Sums:
+        return AT_ONCE if self.blocks is None else IN_ORDER
+
+    def _divided(self, over: Axes) -> Axes:
+        """Those of the axes, over which losses differ, by whose sizes a sum is divided at once."""
+        return over if self.mean and self.blocks is None else NO_AXES
 
     def check(self, loss: Axes, params: Sequence[Axes], axes: Sequence[AxisName]) -> None:
         """Refuse a loss that differs over an axis that is not named, where a parameter is the same.
@@ -92,7 +103,14 @@ class Reduction:
 
     def of_loss(self, loss: Axes, axes: Axes) -> Plan:
         """How the loss is reduced over those of `axes` that are named, given where it differs."""
-        if not self.mean and (same := (self.named & axes) - loss):
+        same = (self.named & axes) - loss
+        if same and self.blocks is not None:
+            raise StatemeshError(
+                f"value_and_grad: blocks={self.blocks} counts blocks of rows over "
+                f"{quoted(sorted(same, key=str))} too, but the loss that {self.name} returns is the same "
+                "there on every shard. Name in axis_name the axes that split the rows, and no others."
+            )
+        if same and not self.mean:
             raise StatemeshError(
                 f"value_and_grad: reduce='sum' is to sum the loss over {quoted(sorted(same, key=str))}, but "
                 "it is the same there on every shard: the sum would count it once for each shard. If the "
@@ -100,7 +118,7 @@ class Reduction:
                 "leave the axis out of axis_name."
             )
         over = self.named & axes & loss
-        return Plan(over, over if self.mean else NO_AXES)
+        return Plan(over, self._divided(over))
 
     def typed(self, param: Axes, loss: Axes, axes: Axes) -> Plan:
         """How a gradient is reduced where JAX counts a loss once over the axes along which it is the same.
@@ -112,7 +130,7 @@ class Reduction:
         - `axes`: the axes whose values are typed.
         """
         over = self.named & axes
-        return Plan(over - param, over & loss if self.mean else NO_AXES)
+        return Plan(over - param, self._divided(over & loss))
 
     def untyped(self, param: Axes, loss: Axes, gradient: Axes, axes: Axes) -> Plan:
         """How a gradient is reduced where JAX takes that of the sum of all instances' losses.
@@ -128,12 +146,15 @@ class Reduction:
         """
         same = (axes - loss) & (param | gradient)
         over = self.named & axes & loss
-        return Plan((over | same) - param, same | (over if self.mean else NO_AXES))
+        return Plan((over | same) - param, same | self._divided(over))
 
 
 @jax.named_scope(REDUCING)
 def reduce_on_mesh(
-    values: Sequence[AnyArray], plans: Sequence[Plan], axis_names: Sequence[AxisName]
+    values: Sequence[AnyArray],
+    plans: Sequence[Plan],
+    axis_names: Sequence[AxisName],
+    sums: Sums,
 ) -> list[AnyArray]:
     """Arrays reduced as planned: those over the same axes together, narrow floats in float32."""
     sizes = [math.prod(map(jax.lax.axis_size, plan.divide)) for plan in plans]
@@ -142,7 +163,7 @@ def reduce_on_mesh(
         at = [k for k, plan in enumerate(plans) if plan.sum == over]
         names = tuple(name for name in axis_names if name in over)
         summands = [checkpoint_name(parts[k], SUMMAND) for k in at]
-        for k, x in zip(at, together(jax.lax.psum, summands, names), strict=True):
+        for k, x in zip(at, sums.over_shards(summands, names), strict=True):
             parts[k] = x
     triples = zip(parts, values, sizes, strict=True)
     return [after_sum(part, x.dtype, n) for part, x, n in triples]
@@ -212,7 +233,8 @@ class Pending:
         )
 
         def reduced(*operands: AnyArray) -> list[AnyArray]:
-            values = reduce_on_mesh(_halves(operands[1:])[1], plans, self.axis_names)
+            values = _halves(operands[1:])[1]
+            values = reduce_on_mesh(values, plans, self.axis_names, self.reduction.sums)
             return self.reduction.with_names(values) if is_reduced else values
 
         return reduced
@@ -256,7 +278,7 @@ class Pending:
                 divisor = count if plan.divide else 1
                 part = before_sum(x, divisor)
                 if plan.sum:
-                    part = jnp.sum(part, 0, dtype=part.dtype) if hit else part * count
+                    part = self.reduction.sums.of_entries(part) if hit else part * count
                 results.append(after_sum(part, x.dtype, divisor))
             return results, [hit and not plan.sum for plan, hit in zip(plans, hits, strict=True)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._axes._mesh_and_lanes import MICROBATCHES, one_copy
+from .._axes._mesh_and_lanes import PARTS_OF_ROWS, one_copy
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import (
@@ -517,7 +517,7 @@ def _all_left(
 def _leave_of(kind: type[State], axis_names: tuple[AxisName, ...]) -> Callable[..., State]:
     """How states of a kind leave. Some merge microbatches in another way than shards."""
     overrides = kind._of_microbatches is not State._of_microbatches
-    return kind._of_microbatches if overrides and axis_names == (MICROBATCHES,) else kind.leave
+    return kind._of_microbatches if overrides and axis_names in PARTS_OF_ROWS else kind.leave
 
 
 def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:

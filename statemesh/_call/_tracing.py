@@ -26,12 +26,12 @@ from .._base._errors import StatemeshError, StructureError, error_listing
 from .._base._specs import Placement
 from .._base._trees import is_state, path_str
 from .._base._types import NO_AXES, Axes, AxisName, Fun, Key, KeyPath, Leaf, PyTree, PyTreeDef
-from .._explain._traced import frames_of, user_line
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax import _typed_right as typed_right
 from .._jax._compat import ClosedJaxpr, Equation, tree_util
 from .._jax._dataflow import DataflowOfSets
+from .._jax._frames import frames_of, user_line
 from .._jax._jaxprs import REBUILT, Links, link_made
 from .._state._state import NEW, State, Unknown, origin, origins, with_origins
 

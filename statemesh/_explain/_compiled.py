@@ -19,6 +19,7 @@ import numpy as np
 from .._base._errors import first_paths
 from .._base._types import AxisName
 from .._jax import _jaxprs as jaxprs
+from .._jax._frames import Frame, user_line
 from ._explanation import (
     NO_AXIS,
     OWN_SPEC,
@@ -32,14 +33,12 @@ from ._explanation import (
 )
 from ._traced import (
     OPCODES,
-    Frame,
     Mapped,
     Part,
     Runs,
     TracedCollective,
     sent,
     traced_collectives,
-    user_line,
 )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,30 +12,11 @@ import numpy as np
 from .._axes._mesh_and_lanes import MERGING
 from .._axes._reduction import GRADIENT, LOSS, REDUCING
 from .._base._errors import first_paths
-from .._base._libraries import is_library
 from .._base._types import Array, AxisName, Leaf
-from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
+from .._jax._frames import Frame, frames_of, user_line
 from ._explanation import Collective
-
-
-# The file and the line of a frame.
-Frame: TypeAlias = tuple[str, int]
-
-
-def frames_of(eqn: Equation) -> tuple[Frame, ...]:
-    """The frames in which an equation was traced, the innermost first, without JAX's own."""
-    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
-    frames = [(frame.file_name, frame.line_num) for frame in getattr(traceback, "frames", ())]
-    return tuple(frame for frame in frames if not frame[0].startswith(compat.JAX_FOLDER))
-
-
-def user_line(frames: Sequence[Frame]) -> str:
-    """The user's innermost line, as `file:line`; the file from the working directory, if it is below it."""
-    here = os.getcwd() + os.sep
-    lines = (f"{file.removeprefix(here)}:{k}" for file, k in frames if not is_library(file))
-    return next(lines, "")
 
 
 # Primitives that name mapped axes and exchange nothing over them.

@@ -79,6 +79,18 @@ def rows_apart(x: Array, count: int) -> Array:
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(here.mesh, spec))
 
 
+def rows_in_blocks(x: Array, count: int) -> Array:
+    """An array whose row `k * size + i` stands at `[k, i]`. Where its rows are split, whole blocks are."""
+    shape = (count, x.shape[0] // count, *x.shape[1:])
+    if not is_explicitly_typed(x):
+        return x.reshape(shape)
+    here = type_of(x).sharding
+    first, *rest = written_axes(here.spec)
+    fits = count % math.prod(here.mesh.shape[name] for name in first) == 0
+    spec = PartitionSpec(*map(entry_of, [first if fits else (), (), *rest]))
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(here.mesh, spec))
+
+
 def unless_explicit(info: jax.stages.ArgInfo) -> jax.stages.ArgInfo:
     """The description of an argument, without its sharding unless the sharding is a part of its type."""
     kind = compat.argument_type(info)

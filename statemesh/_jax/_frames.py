@@ -1,13 +1,14 @@
-"""Tracebacks without the frames of this package, as JAX leaves out its own."""
+"""The user's lines: in tracebacks, which leave out the frames of this package, and of what was traced."""
 
 import functools
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from traceback import walk_tb
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from .._base._libraries import OWN_FOLDER
+from .._base._libraries import OWN_FOLDER, is_library
 from .._base._types import PyTree
 from . import _compat as compat
 
@@ -99,3 +100,21 @@ def _without_own(traceback: TracebackType | None) -> TracebackType | None:
 
 def _is_own(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(OWN_FOLDER)
+
+
+# The file and the line of a frame.
+Frame: TypeAlias = tuple[str, int]
+
+
+def frames_of(eqn: compat.Equation) -> tuple[Frame, ...]:
+    """The frames in which an equation was traced, the innermost first, without JAX's own."""
+    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
+    frames = [(frame.file_name, frame.line_num) for frame in getattr(traceback, "frames", ())]
+    return tuple(frame for frame in frames if not frame[0].startswith(compat.JAX_FOLDER))
+
+
+def user_line(frames: Sequence[Frame]) -> str:
+    """The user's innermost line, as `file:line`; the file from the working directory, if it is below it."""
+    here = os.getcwd() + os.sep
+    lines = (f"{file.removeprefix(here)}:{k}" for file, k in frames if not is_library(file))
+    return next(lines, "")

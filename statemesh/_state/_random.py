@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._axes._mesh_and_lanes import (
+    BLOCKS,
     MERGING,
-    MICROBATCHES,
+    PARTS_OF_ROWS,
     all_varying,
     first_of,
     index_along,
@@ -129,7 +130,8 @@ class Line:
     - `was_set`: whether the user set a key, so that only the first shard knows the key that follows. A NumPy
         `bool` while that is known; an array after a `cond` or a `scan`.
     - `axis_names`: the mapped axes of the call.
-    - `number`, `count`: of a microbatch its number, and how many there are. Shards have an `axis_index`.
+    - `number`, `count`: of a microbatch or block its number, and how many a shard has. Shards have an
+        `axis_index` instead.
     """
 
     key: Leaf
@@ -158,7 +160,7 @@ def synchronized(key: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         return lines
     same = []
     for line in lines:
-        if line.axis_names == (MICROBATCHES,):
+        if line.axis_names in PARTS_OF_ROWS:
             # No key was set inside: all microbatches began with this one, and drew alike.
             key = line.key
         else:
@@ -169,8 +171,8 @@ def synchronized(key: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
 
 def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]) -> Leaf:
     """The numbers in the global array of the `n` rows that a shard, or a microbatch of a shard, holds."""
-    rows = shard_index(what, axis_name) * n + jnp.arange(n)
-    line = next((line for line in lines if line.axis_names == (MICROBATCHES,)), None)
+    shard, rows = shard_index(what, axis_name), jnp.arange(n)
+    line = next((line for line in lines if line.axis_names in PARTS_OF_ROWS), None)
     if line is None:
         if inside_microbatches():
             raise StatemeshError(
@@ -178,14 +180,17 @@ def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]
                 "or as a keyword argument. One that the function makes or closes over does not know which "
                 "rows a microbatch has."
             )
-        return rows
+        return shard * n + rows
     if known(line.was_set, True):
         raise StatemeshError(
             f"{what}: inside the microbatches of value_and_grad, rows cannot be drawn after a key was set, "
             "because only the first microbatch knows that key. Set the key before value_and_grad."
         )
+    if line.axis_names == (BLOCKS,):
+        # The blocks follow one another, first those of the first shard.
+        return (shard * line.count + line.number) * n + rows
     # A microbatch holds every `count`-th row of the global array, from row `number` on.
-    return rows * line.count + line.number
+    return (shard * n + rows) * line.count + line.number
 
 
 @jax.named_scope(MERGING)
@@ -324,6 +329,7 @@ class RandomState(State):
 
         **Raises:** `StatemeshError` in lanes, as `split` does.
         """
+        self._check_no_block("key")
         return drawable(self.value, "RandomState.key")
 
     @property
@@ -345,6 +351,7 @@ class RandomState(State):
         and `unsafe_rbg`.
         """
         self._check_single()
+        self._check_no_block("split")
         if num is not None:
             expected = "an int, 0 or more: the number of keys, as in split(2)"
             num = count("RandomState.split", "num", num, expected)
@@ -423,6 +430,14 @@ class RandomState(State):
         if self.value.shape:
             raise _several_keys(self.value)
 
+    def _check_no_block(self, what: str) -> None:
+        if any(line.axis_names == (BLOCKS,) for line in self._shared):
+            raise StatemeshError(
+                f"RandomState.{what}: inside the blocks of value_and_grad a shard's own key would be another "
+                "one on another number of shards. Draw a key for each row, `keys, rng = rng.rows(x.shape[0], "
+                "axis_name)`, or draw before value_and_grad and pass the key as a keyword argument."
+            )
+
     def _streamed(self: R, axis_names: tuple[AxisName, ...]) -> R:
         """This stream with the index of the shard folded into each key."""
         shard = index_along(axis_names)
@@ -437,7 +452,7 @@ class RandomState(State):
         for _ in range(self.value.ndim):
             of_shard = jax.vmap(of_shard)
         shared = Line(self.value, np.False_, axis_names)
-        if axis_names == (MICROBATCHES,):
+        if axis_names in PARTS_OF_ROWS:
             shared = Line(self.value, np.False_, axis_names, shard, jax.lax.axis_size(axis_names))
         return self._rebuilt(of_shard(self.value), (shared, *self._shared))
 
