@@ -695,6 +695,10 @@ class Scope:
                 "Split parameters over the last axes, or over all of them in this order.",
             )
 
+    def shared_over(self, x: Leaf) -> tuple[AxisName, ...]:
+        """The axes of `axis_name` over which types say that shards have the same rows."""
+        return self._in_order(self.reduction.named - self._varying(x))
+
     def cut(self, microbatches: Size | None) -> "Cut | None":
         """How the rows of a shard are cut; `None` if they are not."""
         blocks = self.reduction.blocks
@@ -921,7 +925,7 @@ def one_after_another(
             f"Split the rows once: leave `{cut.kind}` out inside, and give the outer one the product of "
             "both."
         )
-    batch, rows = _split_rows(fun, args, cut)
+    batch, rows = _split_rows(fun, args, cut, scope)
     entering = _Entering(fun.fun, model, kwargs, cut)
     arguments = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
     params = scope.cast(parts.params)
@@ -955,7 +959,12 @@ def one_after_another(
     program = jaxprs.open_jaxpr(closed)
     if cut.blocks is not None:
         _refuse_exchanges(fun, program, cut)
-    facts = all_axes(program, [*[NO_AXES] * len(params), *[_DIFFERS] * len(first)])
+    # Parameters, and what the function closes over, may be each shard's own.
+    own = [scope.differs_over(x) for x in (*closed.consts, *parts.params)]
+    facts = all_axes(
+        program.replace(constvars=[], invars=[*program.constvars, *program.invars]),
+        [*own, *[_DIFFERS] * len(first)],
+    )
     differs = [bool(axes & _DIFFERS) for axes in facts]
     if not scope.reduction.mean and (cut.blocks or cut.count) > 1 and not differs[0]:
         raise StatemeshError(
@@ -1019,9 +1028,7 @@ def one_after_another(
         for k, x in enumerate(outputs[of_model:], start=of_model)
     ]
     if cut.axis_names:
-        own = [*parts.params, *closed.consts]
-        same = not any(scope.differs_over(x) for x in own)
-        of_all = _on_all_shards(new, of_all, differs[of_model:], same, cut.axis_names)
+        of_all = _on_all_shards(new, of_all, facts[of_model:], cut.axis_names)
     stacked = {id(x) for x, hit in zip(of_all, differs[of_model:], strict=True) if hit}
     model = _left_together(fun.name, new.filled(of_all), stacked, returned_units, cut)
     # Of auxiliary values every array is stacked, also those that all microbatches share.
@@ -1037,8 +1044,7 @@ def one_after_another(
 def _on_all_shards(
     model: Skeleton,
     arrays: Sequence[Array],
-    differs: Sequence[bool],
-    same: bool,
+    facts: Sequence[Axes],
     axis_names: tuple[AxisName, ...],
 ) -> list[Array]:
     """The arrays of a model as blocks left them; each shard gets those of the blocks of all shards.
@@ -1048,8 +1054,8 @@ def _on_all_shards(
 
     **Arguments:**
 
-    - `differs`: which arrays hold values of each block along their first axis.
-    - `same`: whether the others are the same on all shards, although parameters are cast inside.
+    - `facts`: over which axes each array differs, whatever its type says. One that differs between blocks
+        has those of a shard along its first axis.
     """
     units = tree_util.tree_leaves(model.filled(arrays), is_leaf=is_state)
     streams = {
@@ -1059,16 +1065,20 @@ def _on_all_shards(
         for x in tree_util.tree_leaves(unit)
     }
 
-    def on_all(x: Array, differs: bool) -> Array:
+    def on_all(x: Array, differs: Axes) -> Array:
         if id(x) in streams:
             return x
-        if differs:
+        if differs & _DIFFERS:
             return gathered(all_varying(x, axis_names), axis_names)
-        over = [name for name in axis_names if name in compat.varying(x)] if same else []
-        # The mean of equal numbers would not be that number: 5 x is rounded, for one.
-        return largest([x], over)[0] if over else x
+        typed = [name for name in axis_names if name in compat.varying(x)]
+        if not typed or differs.intersection(axis_names):
+            return x
+        # Parameters are cast inside, and what comes of them alone is the same on all shards. The mean of
+        # equal numbers would not be that number: 5 x is rounded, for one.
+        (same,) = largest([x], typed)
+        return same
 
-    return [on_all(x, hit) for x, hit in zip(arrays, differs, strict=True)]
+    return [on_all(x, axes) for x, axes in zip(arrays, facts, strict=True)]
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -1079,7 +1089,7 @@ def _refuse_exchanges(fun: LossFunction, program: Jaxpr, cut: Cut) -> None:
     """Refuse collectives inside a block: which blocks meet in one depends on the number of shards."""
     over = frozenset(cut.axis_names)
     lines = [
-        f"{user_line(frames_of(eqn))}: {eqn.primitive.name} over {quoted(axes)}"
+        f"{user_line(frames_of(eqn))}: {jaxprs.spelled(eqn.primitive.name)} over {quoted(axes)}"
         for eqn in jaxprs.equations(program)
         if not jaxprs.jaxprs_of(eqn)
         and (axes := [name for name in cut.axis_names if name in jaxprs.exchanged_by(eqn) & over])
@@ -1098,7 +1108,7 @@ def _refuse_exchanges(fun: LossFunction, program: Jaxpr, cut: Cut) -> None:
 
 
 def _split_rows(
-    fun: LossFunction, args: tuple[PyTree, ...], cut: Cut
+    fun: LossFunction, args: tuple[PyTree, ...], cut: Cut, scope: Scope
 ) -> tuple[Skeleton, list[Array]]:
     """The positional arguments after the model, and their arrays with the leading axis split.
 
@@ -1111,6 +1121,7 @@ def _split_rows(
     positions: list[int] = []
     bare: list[tuple[str, object]] = []
     uneven: list[str] = []
+    same: list[str] = []
     k = 0
     for root, arg in zip(positional_names(fun.fun, 1 + len(args))[1:], args, strict=True):
         units, _ = tree_util.tree_flatten_with_path(arg, is_leaf=is_state)
@@ -1124,6 +1135,8 @@ def _split_rows(
                     elif shape[0] % count:
                         parts = f"{shape[0] // count} x {count} + {shape[0] % count}"
                         uneven.append(f"{path}: {describe(x)}, {shape[0]} = {parts}")
+                    elif cut.blocks is not None and (axes := scope.shared_over(x)):
+                        same.append(f"{path}: {describe(x)}, the same over {quoted(axes)}")
                 k += 1
     if bare:
         argument = bare[0][0].split(".")[0].split("[")[0]
@@ -1141,6 +1154,15 @@ def _split_rows(
             uneven,
             "Inside a mapped call these are the rows of one shard. Choose a number that divides them; or pad "
             "the rows and leave them out of the loss by a mask.",
+        )
+    if same:
+        raise error_listing(
+            StatemeshError,
+            f"value_and_grad: {cut} counts rows over {quoted(cut.axis_names)}, but shards have the same rows "
+            f"of arguments of {fun.name}",
+            same,
+            "Name in axis_name the axes that split the rows, and no others. Pass what all shards share as a "
+            f"keyword argument of {fun.name}.",
         )
     skeleton = Skeleton(leaves, treedef, [None] * len(origins(args)), positions)
     return skeleton, [cut.apart(jnp.asarray(leaves[i])) for i in positions]

@@ -21,15 +21,6 @@ from ._explanation import Collective
 
 # Primitives that name mapped axes and exchange nothing over them.
 _SILENT = ("axis_index", "pvary", "pcast", "vary_unreduced_cast", "reduced_vary_cast", "core_call")
-# The names that JAX's users know, where its own differ.
-_SPELLINGS = {
-    "psum2": "psum",
-    "psum_invariant": "psum",
-    "unreduced_psum": "psum",
-    "all_gather_invariant": "all_gather",
-    "all_gather_reduced": "all_gather",
-    "unreduced_reduce_scatter": "reduce_scatter",
-}
 # What XLA calls these operations.
 OPCODES = {
     "psum": "all-reduce",
@@ -247,7 +238,7 @@ class _Walk:
 
     def _collective(self, eqn: Equation, axes: tuple[AxisName, ...]) -> TracedCollective:
         name, runs, frames = eqn.primitive.name, self.runs, self._frames(eqn)
-        operation = _SPELLINGS.get(name, name)
+        operation = jaxprs.spelled(name)
         groups = eqn.params.get("axis_index_groups")
         size = len(groups[0]) if groups else math.prod(self.sizes[axis] for axis in axes)
         parts = tuple(_part(operand.aval) for operand in eqn.invars)

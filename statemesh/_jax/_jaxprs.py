@@ -242,6 +242,22 @@ def exchanged_by(eqn: Equation) -> Axes:
     return rule_of(eqn).exchanged_over.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
 
 
+# The names that JAX's users know, where its own differ.
+_SPELLINGS = {
+    "psum2": "psum",
+    "psum_invariant": "psum",
+    "unreduced_psum": "psum",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "unreduced_reduce_scatter": "reduce_scatter",
+}
+
+
+def spelled(primitive: str) -> str:
+    """The name by which users know a collective."""
+    return _SPELLINGS.get(primitive, primitive)
+
+
 def made_varying(eqn: Equation) -> Axes:
     """The axes over which an equation types its operand as varying, leaving its value as it is."""
     return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name == _VARYING else NO_AXES

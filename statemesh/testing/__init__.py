@@ -10,6 +10,7 @@ from ._locate._locate import locate as locate
 from ._locate._located import Located as Located
 from ._locate._located import Place as Place
 from ._program._emulate import emulate as emulate
+from ._replicas import assert_same_replicas as assert_same_replicas
 from ._setup import load_profile as load_profile
 from ._setup import set_devices as set_devices
 from ._strategies._arrays import arrays as arrays

@@ -205,6 +205,36 @@ def rows_of_a_state_made_inside() -> Any:
     return split(draw, ROWS)
 
 
+def in_blocks(mesh: str, fun: Any, rows: Any, **options: Any) -> Any:
+    def call() -> Any:
+        on = make_mesh(mesh)
+        step = sm.value_and_grad(fun, axis_name=on.axis_names, **options)
+        net = {**model(), "rng": sm.RandomState(KEY)}
+        return sm.shard_map(step, on, (None, rows), P())(net, jnp.arange(16.0).reshape(8, 2))
+
+    return call
+
+
+def centred(net: Any, x: Any) -> Any:
+    return fit(net, x - jax.lax.pmean(x, "x"))
+
+
+def drawn_for_a_shard(net: Any, x: Any) -> Any:
+    key, rng = net["rng"].split()
+    return fit(net, x + jax.random.uniform(key))[0], {**net, "rng": rng}
+
+
+def split_by_the_first_axis() -> Any:
+    split = sm.fsdp(W, make_mesh("2x2"), "x", min_size=0)
+
+    def step(split: Any, x: Any) -> Any:
+        whole = sm.gather(split, "x")
+        return sm.value_and_grad(fit, axis_name=("x", "y"), blocks=4, split_as=split)(whole, x)[1]
+
+    rows = jnp.arange(32.0).reshape(4, 8)
+    return sm.shard_map(step, make_mesh("2x2"), (None, P(("x", "y"))), P())(split, rows)
+
+
 def rows_after_a_key_was_set() -> Any:
     def draw(net: Any, x: Any, *, rng: Any) -> Any:
         rng.set(jax.random.fold_in(rng.key, 1)).rows(len(x))
@@ -345,4 +375,13 @@ MISTAKES: Mistakes = {
     ),
     "rows of a state made in a microbatch": rows_of_a_state_made_inside,
     "rows after a key was set in a microbatch": rows_after_a_key_was_set,
+    "number of blocks": lambda: sm.value_and_grad(fit, blocks=12),
+    "blocks that shards cannot share out": in_blocks("8", fit, P("x"), blocks=4),
+    "rows that blocks do not divide": lambda: sm.value_and_grad(fit, blocks=16)(model(), ROWS),
+    "microbatches of no whole blocks": in_blocks("2", fit, P("x"), blocks=8, microbatches=3),
+    "rows that are not split for blocks": in_blocks("2x2", fit, P("x"), blocks=8),
+    "exchange inside a block": in_blocks("2", centred, P("x"), blocks=4),
+    "key of a shard in a block": in_blocks("2", drawn_for_a_shard, P("x"), blocks=4),
+    "blocks that write different values": in_blocks("2", write_both, P("x"), blocks=4),
+    "parts split in another order than blocks": split_by_the_first_axis,
 }

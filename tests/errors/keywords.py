@@ -225,6 +225,7 @@ USES: dict[str, Use] = {
     "checkpoint.load": Use({"folder": saved, "like": {"x": jnp.ones(2)}}),
     "testing.assert_budget": Use({"fun": lambda: X, "peak": 100}),
     "testing.assert_equivalent": Use({"fun": identity, **EQUIVALENT}),
+    "testing.assert_same_replicas": Use({"tree": {"x": jnp.ones(2)}}),
     "testing.emulate": Use({"mapped": identity}),
     "testing.locate": Use({"mapped": sm.shard_map(identity, **SHARDED)}),
     "testing.set_devices": Use(),

@@ -42,6 +42,7 @@ def assert_equivalent(
     fed_back: Named | None = None,
     leave_out: Any = None,
     keep: Collection[str] = (),
+    bitwise: bool = False,
 ) -> Checked:
     """Fail unless a function of shards gives on every mesh what it gives unsharded.
 
@@ -78,6 +79,9 @@ def assert_equivalent(
         of these.
     - `keep`: paths of arguments, such as `"args[1]"`, that keep their values in the calls with other values.
         Name indices, and whatever must be small, or must fit another argument.
+    - `bitwise`: whether the calls in a row must also give the same bits on the devices of every mesh as on
+        one device, as they do with `value_and_grad(..., blocks=...)`. The report names the first line whose
+        numbers differ in a bit.
 
     **Returns:** a `Checked`: what agreed, what was fed back and differentiated, and what could not be judged.
 
@@ -139,6 +143,7 @@ def assert_equivalent(
         raise errors.bad_keyword(what, "unsharded", unsharded, expected)
     check(what, "steps", steps, Integral | None, "an int, 1 or more: the number of calls in a row")
     check(what, "gradients", gradients, bool | None, flag)
+    check(what, "bitwise", bitwise, bool, "True or False")
     expected = "a number, 0 or more, as in tolerance=1e-6"
     check(what, "tolerance", tolerance, Real | None, expected)
     if tolerance is not None and not float(tolerance) >= 0:
@@ -198,6 +203,7 @@ def assert_equivalent(
             fed_back=fed_back,
             leave_out=leave_out,
             keep=keep,
+            bitwise=bitwise,
         )
     comparisons = Check(subject)
     comparisons.run()

@@ -26,6 +26,7 @@ from .._program._trace import on_one_device
 from .._types import Args, Numbers, PyTree
 from . import _other_values as values
 from . import _report as report
+from ._bitwise import labels_of_equal_bits
 from ._form import form_differences
 from ._judge import Judge, Mismatch, excused, unequal_copies
 from ._programs import Chain, FunctionOnMesh, Programs, chained, results_of
@@ -203,6 +204,9 @@ class Check:
         if self.failed:
             return
         if results:
+            if subject.bitwise:
+                with told(f"{subject.name}: bits"):
+                    self.agreed += labels_of_equal_bits(subject)
             self._inside_jit(calls)
             self._moved(calls, before, results)
         self._with_other_values()
