@@ -636,7 +636,7 @@ class Scope:
             values = self.reduction.with_names(values)
         if blocks := self.reduction.blocks:
             # What follows is not to be compiled into one loop with the sums, where it may round otherwise.
-            values = jax.lax.optimization_barrier(
+            values = compat.optimization_barrier(
                 [x / blocks if self.reduction.mean else x for x in values]
             )
         narrowed = zip(values, dtypes, strict=True)
@@ -899,7 +899,7 @@ class Cut:
             return values
         leaves, treedef = tree_util.tree_flatten(values)
         at = [k for k, x in enumerate(leaves) if not is_key(x)]
-        for k, x in zip(at, jax.lax.optimization_barrier([leaves[k] for k in at]), strict=True):
+        for k, x in zip(at, compat.optimization_barrier([leaves[k] for k in at]), strict=True):
             leaves[k] = x
         return treedef.unflatten(leaves)
 

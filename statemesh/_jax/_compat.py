@@ -68,6 +68,22 @@ def vary(x: Array, axis_names: Iterable[AxisName]) -> Array:
     return jax.lax.pcast(x, still, to="varying") if still else x
 
 
+def optimization_barrier(arrays: Sequence[Array]) -> list[Array]:
+    """`jax.lax.optimization_barrier` that keeps the types of its operands.
+
+    Older releases type all results of a barrier as varying over what any operand varies over. There each type
+    has a barrier of its own.
+    """
+    results: list[Array] = jax.lax.optimization_barrier(list(arrays))
+    if list(map(varying, results)) == list(map(varying, arrays)):
+        return results
+    for axes in set(map(varying, arrays)):
+        at = [k for k, x in enumerate(arrays) if varying(x) == axes]
+        for k, x in zip(at, jax.lax.optimization_barrier([arrays[k] for k in at]), strict=True):
+            results[k] = x
+    return results
+
+
 def varying_type(aval: object) -> Axes:
     """The mesh axes over which a variable of a jaxpr may differ, by its type; none for a token."""
     mark = getattr(aval, "manual_axis_type", None)
