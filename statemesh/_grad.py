@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,7 @@ from ._jax._compat import Jaxpr, tree_util
 from ._jax._dataflow import forwarded
 from ._jax._frames import frames_of, user_line, without_own_frames
 from ._jax._jaxprs import run_varying, traced_outside
+from ._state import _random
 from ._state._filters import to_predicate
 from ._state._random import RandomState, again
 from ._state._state import ParamState, State, mark_origin, origin, origins
@@ -890,18 +891,46 @@ class Cut:
         axis = 1 if self.blocks is None else 0
         return jax.lax.dynamic_index_in_dim(x, number, axis, keepdims=False)
 
-    def by_itself(self, values: PyTree) -> PyTree:
-        """Values that go into a block or come out of it.
+    def compiled_apart(
+        self, fun: Callable[..., list[Array]], operands: Sequence[Array]
+    ) -> list[Array]:
+        """The results of a function; for blocks of one that XLA compiles alike wherever it stands.
 
-        XLA compiles a block alike wherever it stands if nothing around it is compiled into one loop with it.
+        Otherwise XLA would compile it together with what stands around it, and round otherwise: it contracts
+        a product and a sum, and divides several arrays by one number or multiplies them by its reciprocal. A
+        branch is a computation of its own, and barriers keep what goes in and out in its place.
         """
         if self.blocks is None:
-            return values
-        leaves, treedef = tree_util.tree_flatten(values)
-        at = [k for k, x in enumerate(leaves) if not is_key(x)]
-        for k, x in zip(at, compat.optimization_barrier([leaves[k] for k in at]), strict=True):
-            leaves[k] = x
-        return treedef.unflatten(leaves)
+            return fun(*operands)
+        impls: list[Any] = []
+
+        def without_keys(*operands: Array) -> list[Array]:
+            results = fun(*operands)
+            impls[:] = [jax.random.key_impl(x) if is_key(x) else None for x in results]
+            return [jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for x in results]
+
+        closed = jax.make_jaxpr(without_keys)(*operands)
+
+        def run(*operands: Array) -> list[Array]:
+            return _behind_barrier(jaxprs.run_jaxpr(closed, _behind_barrier(operands)))
+
+        def never(*_: Array) -> list[Array]:
+            avals = closed.out_avals
+            return [compat.vary(explicit.zeros_of(x), compat.varying_type(x)) for x in avals]
+
+        # What a barrier hands on XLA does not know, so it keeps the branch.
+        known = jax.lax.optimization_barrier(jnp.ones((), bool))
+        results = jax.lax.cond(known, run, never, *operands)
+        return [
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(results, impls, strict=True)
+        ]
+
+
+def _behind_barrier(arrays: Sequence[Array]) -> list[Array]:
+    at = [k for k, x in enumerate(arrays) if not is_key(x)]
+    behind = dict(zip(at, compat.optimization_barrier([arrays[k] for k in at]), strict=True))
+    return [behind.get(k, x) for k, x in enumerate(arrays)]
 
 
 def one_after_another(
@@ -958,7 +987,7 @@ def one_after_another(
     ((aux, new, returned_units, crossed),) = results
     program = jaxprs.open_jaxpr(closed)
     if cut.blocks is not None:
-        _refuse_exchanges(fun, program, cut)
+        _refuse_what_depends_on_shards(fun, program, cut)
     # Parameters, and what the function closes over, may be each shard's own.
     own = [scope.differs_over(x) for x in (*closed.consts, *parts.params)]
     facts = all_axes(
@@ -999,8 +1028,8 @@ def one_after_another(
         # the rows of each microbatch side by side.
         picked = [cut.part(x, number) for x in rows]
         others = [(again(x) if is_key(x) else x)[number] for x in entering.parts]
-        outputs = jaxprs.run_jaxpr(closed, cut.by_itself([*params, *picked, *others]))
-        outputs = cut.by_itself(outputs)
+        operands = [*params, *picked, *others]
+        outputs = cut.compiled_apart(lambda *xs: jaxprs.run_jaxpr(closed, xs), operands)
         after = [widened(outputs[k]) if k < summed else strong(outputs[k]) for k in carried]
         return after, [x for x, hit in zip(outputs, is_stacked, strict=True) if hit]
 
@@ -1085,25 +1114,30 @@ def _is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def _refuse_exchanges(fun: LossFunction, program: Jaxpr, cut: Cut) -> None:
-    """Refuse collectives inside a block: which blocks meet in one depends on the number of shards."""
-    over = frozenset(cut.axis_names)
-    lines = [
-        f"{user_line(frames_of(eqn))}: {jaxprs.spelled(eqn.primitive.name)} over {quoted(axes)}"
-        for eqn in jaxprs.equations(program)
-        if not jaxprs.jaxprs_of(eqn)
-        and (axes := [name for name in cut.axis_names if name in jaxprs.exchanged_by(eqn) & over])
-    ]
+def _refuse_what_depends_on_shards(fun: LossFunction, program: Jaxpr, cut: Cut) -> None:
+    """Refuse collectives and the shard's number inside a block: both depend on how many shards there are."""
+    lines = []
+    for eqn in jaxprs.equations(program):
+        # Random streams number the rows of blocks by the shard, which gives the same numbers on every mesh.
+        frames = frames_of(eqn)
+        numbers = eqn.primitive.name == "axis_index" and all(
+            file != _random.__file__ for file, _ in frames
+        )
+        over = frozenset(jaxprs.axes_named(eqn)) if numbers else jaxprs.exchanged_by(eqn)
+        axes = [name for name in cut.axis_names if name in over]
+        if axes and not jaxprs.jaxprs_of(eqn):
+            operation = jaxprs.spelled(eqn.primitive.name)
+            lines.append(f"{user_line(frames)}: {operation} over {quoted(axes)}")
     if lines:
         raise error_listing(
             StatemeshError,
-            f"value_and_grad: {cut} runs {fun.name} on one block after the other, and these lines exchange "
-            "values between the blocks that shards run at the same time. Which blocks these are depends on "
-            "the number of shards, and so would the bits",
+            f"value_and_grad: {cut} runs {fun.name} on one block after the other, and these lines depend on "
+            "which blocks the shards run at the same time. That depends on the number of shards, and so "
+            "would the bits",
             list(dict.fromkeys(lines)),
             "Return the loss of the rows: value_and_grad takes the mean. Gather parameters before, and pass "
             "`split_as`. Layers such as BatchNorm need no axis_name here: their statistics are merged by the "
-            "states' own policies.",
+            "states' own policies. Pass the numbers of rows as one more argument.",
         )
 
 
@@ -1351,22 +1385,28 @@ def _left_together(
             axis_name=cut.name,
             axis_size=count,
         )
-        outputs = (
-            run_varying(traced_outside(run, *operands), operands) if outside else run(*operands)
-        )
+
+        def merged(*operands: Array) -> list[Array]:
+            if outside:
+                return run_varying(traced_outside(run, *operands), operands)
+            results: list[Array] = run(*operands)
+            return results
+
+        outputs = cut.compiled_apart(merged, operands)
         return after[0].filled(outputs)
 
     # JAX's collectives, which a function may call, fail over lanes inside a checked `shard_map`. States with
     # such policies are merged by a program that is traced outside of any mapped call.
     checked = compat.inside_checked_shard_map()
     # Of random streams each shard has those of its own blocks, and of all else the blocks of all shards.
-    groups: dict[tuple[bool, Size], list[int]] = {(False, cut.count): []} if arrays else {}
+    # They go by themselves on every mesh, so that the others are merged by the same program.
+    groups: dict[tuple[bool, bool], list[int]] = {(False, False): []} if arrays else {}
     for i, (_, _, is_written) in enumerate(returned_units):
         if is_written:
-            at_hand = cut.count if isinstance(units[i], RandomState) else cut.of_all
-            outside = checked and callable(units[i].reduce)
-            groups.setdefault((outside, at_hand), []).append(i)
-    for (outside, count), at in groups.items():
+            kind = checked and callable(units[i].reduce), isinstance(units[i], RandomState)
+            groups.setdefault(kind, []).append(i)
+    for (outside, is_stream), at in groups.items():
+        count = cut.count if is_stream else cut.of_all
         for i, state in zip(at, group_left(at, outside, count), strict=True):
             # Where nothing shows what it continues, the surrounding call is not to take it for known.
             old = None if origin(units[i]) is None else returned_units[i][1]

@@ -216,7 +216,7 @@ def in_blocks(mesh: str, fun: Any, rows: Any, **options: Any) -> Any:
 
 
 def centred(net: Any, x: Any) -> Any:
-    return fit(net, x - jax.lax.pmean(x, "x"))
+    return fit(net, x - jax.lax.pmean(x, "x") * sm.axis_index("x"))
 
 
 def drawn_for_a_shard(net: Any, x: Any) -> Any:

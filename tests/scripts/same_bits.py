@@ -1,0 +1,224 @@
+"""Whether training runs have the same bits on every number of devices and processes, and what that costs.
+
+python -m tests.scripts.same_bits --steps 200 --out docs/pages/assets/same-bits.svg
+
+The models are those of `docs/examples`: the classifier of digits, with batch normalisation and dropout, and
+the transformer of characters, in bfloat16. Each run takes a process of its own, or two.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+
+from ..processes import free_port
+
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "docs" / "examples"
+BLOCKS, COUNTS = 8, (1, 2, 4, 8)
+SPECS: dict[str, Any] = {"in_specs": (None, None, P("data")), "out_specs": P()}
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def digits(blocks: int | None) -> tuple[Any, Any, Any, Any]:
+    """The model, its loss, the optimizer, and a function that gives the rows of each step."""
+    module = example("digits")
+    model = module.Classifier(jax.random.key(0))
+    # Each block has statistics of its own: those of all rows would depend on what other shards run.
+    axis_name = "data" if blocks is None else None
+    layers = [
+        block.replace(norm=sm.nn.BatchNorm(width, axis_name=axis_name, momentum=0.95))
+        for block, width in zip(model.blocks, module.WIDTHS[1:], strict=True)
+    ]
+    images, numbers = module.load_digits(return_X_y=True)
+    rows = np.concatenate([images / 16, numbers[:, None]], 1).astype(np.float32)
+
+    def loss_fn(model: Any, rows: Any) -> Any:
+        logits, model = model(rows[:, :64])
+        wanted = rows[:, 64].astype(int)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
+        return losses.mean(), model
+
+    def batch(turn: int) -> Any:
+        return rows[np.random.default_rng(turn).choice(len(rows), module.BATCH, replace=False)]
+
+    return model.replace(blocks=tuple(layers)), loss_fn, optax.adam(3e-3), batch
+
+
+def text(blocks: int | None) -> tuple[Any, Any, Any, Any]:
+    module = example("text")
+    # All parameters are whole here, so that layers neither gather nor scatter.
+    module.whole = lambda layer, dtype: eqx.combine(
+        jax.tree.map(lambda x: x.astype(dtype), sm.trainable(layer)), layer
+    )
+    module.sm = type(
+        "Door", (), {**vars(sm), "scatter": lambda written, layer: like(written, layer)}
+    )
+    characters, (train, _) = module.read_text()
+    model = module.Transformer(jax.random.key(0), characters, jnp.bfloat16)
+
+    def like(written: Any, layer: Any) -> Any:
+        """The layer with what was written, and with its parameters in their own dtype."""
+        return eqx.combine(sm.trainable(layer), written)
+
+    def batch(turn: int) -> Any:
+        starts = np.random.default_rng(turn).integers(
+            len(train) - module.CONTEXT, size=(module.BATCH, 1)
+        )
+        return train[starts + np.arange(module.CONTEXT + 1)]
+
+    return model, module.loss_fn, module.OPTIMIZER, batch
+
+
+MODELS = {"digits": digits, "text": text}
+
+
+def train(name: str, count: int, blocks: int | None, steps: int) -> dict[str, Any]:
+    """The losses of a training run on so many devices, and a digest of all that it leaves."""
+    model, loss_fn, optimizer, batch = MODELS[name](blocks)
+    # The axis "model" of the transformer's own layers has one device.
+    devices = np.array(jax.devices()[:count]).reshape(count, 1)
+    mesh = jax.sharding.Mesh(
+        devices, ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+
+    def step(model: Any, slots: Any, rows: Any) -> Any:
+        gradient = sm.value_and_grad(loss_fn, axis_name="data", blocks=blocks)
+        (loss, model), grads = gradient(model, rows)
+        updates, slots = optimizer.update(grads, slots, sm.trainable(model))
+        return loss, eqx.apply_updates(model, updates), slots
+
+    mapped = sm.shard_map(step, mesh, **SPECS)
+    slots = optimizer.init(sm.trainable(model))
+    losses, times = [], []
+    for turn in range(steps):
+        rows = batch(turn)
+        started = time.perf_counter()
+        loss, model, slots = jax.block_until_ready(mapped(model, slots, rows))
+        times.append(time.perf_counter() - started)
+        losses.append(np.asarray(loss.addressable_shards[0].data))
+    digest = hashlib.sha256()
+    for x in jax.tree.leaves((model, slots)):
+        if eqx.is_array(x):
+            x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            part = x.addressable_shards[0].data if isinstance(x, jax.Array) else x
+            digest.update(np.ascontiguousarray(part).tobytes())
+    return {
+        "losses": [float(x) for x in losses],
+        "bits": hashlib.sha256(b"".join(x.tobytes() for x in losses)).hexdigest()[:16],
+        "model": digest.hexdigest()[:16],
+        "milliseconds": 1e3 * float(np.median(times[steps // 10 :])),
+    }
+
+
+def in_processes(name: str, count: int, blocks: int | None, steps: int, processes: int) -> Any:
+    """The result of a run in new processes, which have `count` devices together."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "result.json"
+        run = [sys.executable, "-m", "tests.scripts.same_bits", "--one", name, str(count)]
+        run += [str(blocks or 0), str(steps), str(out)]
+        if processes == 1:
+            flags = f"--xla_force_host_platform_device_count={count}"
+            subprocess.run(run, check=True, env={**os.environ, "XLA_FLAGS": flags})
+        else:
+            port = free_port()
+            each = [[*run, str(process), str(port)] for process in range(processes)]
+            flags = f"--xla_force_host_platform_device_count={count // processes}"
+            together(each, flags)
+        return json.loads(out.read_text())
+
+
+def together(commands: list[list[str]], flags: str) -> None:
+    started = [
+        subprocess.Popen(command, env={**os.environ, "XLA_FLAGS": flags}) for command in commands
+    ]
+    try:
+        assert [process.wait(1200) for process in started] == [0] * len(commands)
+    finally:
+        for process in started:
+            process.kill()
+
+
+def one(options: list[str]) -> None:
+    name, count, blocks, steps, out, *process = options
+    if process:
+        number, port = process
+        jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(number))
+    result = train(name, int(count), int(blocks) or None, int(steps))
+    if not process or process[0] == "0":
+        pathlib.Path(out).write_text(json.dumps(result))
+
+
+def draw(runs: dict[str, Any], path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(MODELS))
+    for axis, name in zip(axes, MODELS, strict=True):
+        for how, label in ((None, "psum"), (BLOCKS, f"blocks={BLOCKS}")):
+            first, last = (np.array(runs[f"{name} {how} {n} 1"]["losses"]) for n in (1, 8))
+            axis.plot(np.abs(last - first), label=label, lw=1)
+        axis.set(title=name, xlabel="step", ylabel="|loss on 8 devices - loss on 1|")
+        axis.set_yscale("symlog", linthresh=1e-7)
+        axis.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out")
+    parser.add_argument("--one", nargs="+")
+    options = parser.parse_args()
+    if options.one:
+        one(options.one)
+        return
+    runs: dict[str, Any] = {}
+    equal = True
+    for name in MODELS:
+        for blocks in (None, BLOCKS):
+            for count, processes in (*((n, 1) for n in COUNTS), (4, 2), (8, 2)):
+                result = in_processes(name, count, blocks, options.steps, processes)
+                runs[f"{name} {blocks} {count} {processes}"] = result
+                first = runs[f"{name} {blocks} 1 1"]
+                pairs = zip(result["losses"], first["losses"], strict=True)
+                same = sum(a == b for a, b in pairs)
+                model = result["model"] == first["model"]
+                equal &= blocks is None or (model and result["bits"] == first["bits"])
+                print(
+                    f"{name:7} blocks={blocks} {count} devices in {processes} process(es): {same} of "
+                    f"{options.steps} losses, model and slots {'equal' if model else 'differ'}; "
+                    f"{result['milliseconds']:.1f} ms a step",
+                    flush=True,
+                )
+    if options.out:
+        draw(runs, options.out)
+    sys.exit(not equal)
+
+
+if __name__ == "__main__":
+    main()
