@@ -285,3 +285,18 @@ def test_the_type_of_a_lowered_argument_has_its_sharding() -> None:
     bare = compat.with_argument_type(info, kind.update(sharding=None))
     assert bare.shape == info.shape and bare.donated == info.donated
     assert compat.argument_type(bare).sharding.spec == jax.P(None)
+
+
+def test_the_equations_that_are_being_recorded_are_known() -> None:
+    names: list[list[str]] = []
+
+    def recorded(x: Any) -> Any:
+        y = jnp.sin(x)
+        names.append([eqn.primitive.name for eqn in compat.recorded_equations()])
+        return y * 2
+
+    jax.make_jaxpr(recorded)(1.0)
+    jax.make_jaxpr(jax.grad(recorded))(1.0)
+    assert names[0] == ["sin"]
+    assert "cos" in names[1] and "sin" in names[1]
+    assert compat.recorded_equations() == []

@@ -153,16 +153,26 @@ class Recorded:
             if unknown := [operand for operand in eqn.invars if self._fact(operand) is None]:
                 stack += unknown
                 continue
-            facts = [self._fact(operand) or NO_AXES for operand in eqn.invars]
-            results, _ = self._walk.equation(eqn, facts)
-            axes = list(map(self._walk.result, eqn.outvars, results))
-            self._results[id(eqn)] = eqn, axes
+            self._walk_along(eqn, [self._fact(operand) or NO_AXES for operand in eqn.invars])
         # A `vmap` that spreads its lanes over a mesh axis takes that axis out of the types of what it maps.
         return (self._fact(value) or NO_AXES) - (_typed(value) - _typed(x))
 
-    def losing(self, values: Sequence[Any]) -> Losing:
-        """Where types lose what differs, in all that made these values and those of earlier calls."""
+    def _walk_along(self, eqn: Equation, facts: Sequence[Axes]) -> None:
+        results, _ = self._walk.equation(eqn, facts)
+        self._results[id(eqn)] = eqn, list(map(self._walk.result, eqn.outvars, results))
+
+    def losing(self, values: Sequence[Any], equations: Sequence[Equation]) -> Losing:
+        """Where types lose what differs, in all that made these values and those of earlier calls.
+
+        **Arguments:**
+
+        - `equations`: further ones, in their order. Gradients may have been taken of what made none of the
+            values.
+        """
         walk = self._walk
+        for eqn in equations:
+            if id(eqn) not in self._results:
+                self._walk_along(eqn, [self.of(operand) for operand in eqn.invars])
         if walk.lost(values, [self.of(x) for x in values]):
             walk.used = True
         return walk

@@ -282,6 +282,7 @@ class FromTypes:
         is_asked = links is not None or bool(counted and self.meshes)
         if compat.under_jit():
             self._runs += 1
+            before = len(compat.recorded_equations())
             if typing := typed_right.active():
                 traced = trace(fun, operands, compat.TypedRight(typed_right.names()), links)
                 with typed_right.typing_right(frozenset()):  # The casts are in it.
@@ -295,7 +296,7 @@ class FromTypes:
                 result = fun(*operands)
                 outputs = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
             if self.meshes and not self.stay_lost:
-                self._find_lost(outputs, typing)
+                self._find_lost(outputs, compat.recorded_equations()[before:], typing)
             return result
         # With `jit=False` it runs operation by operation, for someone who debugs it. It is traced too only if
         # anyone asks for what its program shows.
@@ -314,20 +315,22 @@ class FromTypes:
             self.shown.update(_by_identity(outputs, all_axes(jaxpr, typed)))
         return result
 
-    def _find_lost(self, outputs: Sequence[Array], typing: frozenset[Any]) -> None:
+    def _find_lost(
+        self, outputs: Sequence[Array], equations: Sequence[Equation], typing: frozenset[Any]
+    ) -> None:
         """Look where the types of what was recorded lose that something differs.
 
         **Raises:** `TypesLost`, for primitives that are not typed right yet.
         """
-        losing = self.recorded.losing(outputs)
-        equations = [eqns for eqns in losing.equations if eqns[-1].primitive not in typing]
-        if equations and losing.used:
+        losing = self.recorded.losing(outputs, equations)
+        wrong = [eqns for eqns in losing.equations if eqns[-1].primitive not in typing]
+        if wrong and losing.used:
             lines = [
                 next(filter(None, (user_line(frames_of(eqn)) for eqn in reversed(eqns))), "")
-                for eqns in equations
+                for eqns in wrong
             ]
             lost = Lost(
-                frozenset(eqns[-1].primitive for eqns in equations),
+                frozenset(eqns[-1].primitive for eqns in wrong),
                 tuple(dict.fromkeys(filter(None, lines))),
                 frozenset(losing.axes),
                 losing.in_gradients,

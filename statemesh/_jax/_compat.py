@@ -126,6 +126,19 @@ def made_by(x: Leaf) -> tuple[Equation, int] | None:
     return next(((eqn, i) for i, result in enumerate(outvars) if result is var), None)
 
 
+def recorded_equations() -> list[Equation]:
+    """The equations that have been recorded into the jaxpr that is being traced now, in their order.
+
+    Those that nobody can reach any more may be missing.
+    """
+    trace = current_trace(())
+    while not hasattr(trace, "frame") and hasattr(trace, "parent_trace"):
+        trace = trace.parent_trace  # A derivative or a `vmap` records into the trace around it.
+    entries = getattr(getattr(trace, "frame", None), "tracing_eqns", ())
+    equations = [entry() if callable(entry) else entry for entry in entries]
+    return [eqn for eqn in equations if eqn is not None]
+
+
 def under_jit() -> bool:
     """Whether operations are being recorded into a jaxpr now."""
     return bool(core.unsafe_am_i_under_a_jit_DO_NOT_USE())

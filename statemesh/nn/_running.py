@@ -206,7 +206,7 @@ class MovingStatistics(BatchState):
         count = _along(after["count"] - before["count"], after["mean"])
         total = _summed(count, axis_names)
 
-        # A division would have other bits on one device than on several: XLA divides by one number that several
+        # A division could have other bits on one device than on several: XLA divides by a number that several
         # arrays share, or multiplies by its reciprocal.
         share = 1 / jnp.maximum(total, 1)
 

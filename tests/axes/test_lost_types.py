@@ -216,3 +216,12 @@ def test_a_gathered_value_is_still_one() -> None:
     first, _ = mapped(fun, (P(), P()))(WEIGHTS, ROWS)
     for shard in first.addressable_shards:
         np.testing.assert_array_equal(shard.data, np.argsort(ROWS[0]))
+
+
+def test_a_gradient_that_is_made_of_constants_is_summed() -> None:
+    """Nothing that differs between shards is among what makes this gradient."""
+    added = lambda w, x: (w + order(x)).sum()
+    inside = mapped(lambda w, x: jax.grad(added)(w, x[0]))
+    np.testing.assert_array_equal(inside(WEIGHTS, ROWS), np.full(4, 4.0))
+    in_jit = mapped(lambda w, x: jax.jit(jax.grad(added))(w, x[0]))
+    np.testing.assert_array_equal(in_jit(WEIGHTS, ROWS), np.full(4, 4.0))
