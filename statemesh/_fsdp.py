@@ -354,9 +354,11 @@ def global_norm(tree: PyTree) -> Array:
     """
     flat, _ = tree_util.tree_flatten_with_path(unpacked(tree), is_leaf=is_state)
     bound = compat.bound_axis_names()
-    meshes = frozenset(meshes_and_lanes(bound)[0]) - _of_lanes(bound)
+    lanes = _of_lanes(bound)
+    in_order = tuple(name for name in meshes_and_lanes(bound)[0] if name not in lanes)
+    meshes = frozenset(in_order)
     # Over these axes the type of an array says whether its shards differ.
-    typed = compat.varying(jax.lax.axis_index(tuple(meshes))) if meshes else NO_AXES
+    typed = compat.varying(jax.lax.axis_index(in_order)) if meshes else NO_AXES
     squares: dict[Axes, Array] = {}
     unsaid: list[str] = []
     for keys, unit in flat:
@@ -380,7 +382,9 @@ def global_norm(tree: PyTree) -> Array:
             "Reduce gradients first, as `sm.value_and_grad(loss_fn, axis_name=...)` does. Hold what is split "
             "in a `ParamState` with its spec.",
         )
-    totals = [jax.lax.psum(x, tuple(over)) if over else x for over, x in squares.items()]
+    named = [tuple(name for name in in_order if name in over) for over in squares]
+    pairs = zip(squares.values(), named, strict=True)
+    totals = [jax.lax.psum(x, names) if names else x for x, names in pairs]
     return jnp.sqrt(sum(totals, jnp.float32(0)))
 
 

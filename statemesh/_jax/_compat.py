@@ -77,7 +77,7 @@ def optimization_barrier(arrays: Sequence[Array]) -> list[Array]:
     results: list[Array] = jax.lax.optimization_barrier(list(arrays))
     if list(map(varying, results)) == list(map(varying, arrays)):
         return results
-    for axes in set(map(varying, arrays)):
+    for axes in dict.fromkeys(map(varying, arrays)):
         at = [k for k, x in enumerate(arrays) if varying(x) == axes]
         for k, x in zip(at, jax.lax.optimization_barrier([arrays[k] for k in at]), strict=True):
             results[k] = x
@@ -260,7 +260,9 @@ def manual_axes(mesh: Mesh | AbstractMesh | None) -> Axes:
 
 def inside_checked_shard_map() -> bool:
     """Whether the types of an enclosing `shard_map` say what varies."""
-    taken = manual_axes(jax.sharding.get_abstract_mesh())
+    mesh = jax.sharding.get_abstract_mesh()
+    # In the order of the mesh: what is asked is recorded, and all processes must record the same.
+    taken = [name for name in mesh.axis_names if name in manual_axes(mesh)]
     return any(varying(jax.lax.axis_index(name)) for name in taken)
 
 
