@@ -235,20 +235,21 @@ def others() -> Found:
     arrays |= held(draw(draw(sm.RandomState(key))), "redrawn")
     facts["copied"] = not key.is_deleted()
 
-    # On several axes nothing that is traced may depend on the order of a set of their names.
-    several = Mesh(np.array(devices).reshape(2, 4), ("data", "model"))
+    # Nothing that is traced may depend on the order of a set of axis names. That of these differs between the
+    # processes.
+    several = Mesh(np.array(devices).reshape(2, 4), ("x", "y"))
 
     def loss_fn(w: Any, x: Any) -> Any:
         return (w.value * x).mean(), w.set(w.value + x.max())
 
     options: dict[str, Any] = {"microbatches": 4, "blocks": 8}
     for option, count in options.items():
-        gradient = sm.value_and_grad(loss_fn, axis_name="data", **{option: count})
-        step = sm.shard_map(gradient, several, in_specs=(None, P("data")), out_specs=P())
+        gradient = sm.value_and_grad(loss_fn, axis_name="x", **{option: count})
+        step = sm.shard_map(gradient, several, in_specs=(None, P("x")), out_specs=P())
         weight = sm.ParamState(np.float32(2), reduce="max")
         arrays |= held(step(weight, np.arange(8, dtype=np.float32)), option)
     norm = sm.shard_map(sm.global_norm, several, in_specs=None, out_specs=P())
-    parts = sm.ParamState(np.ones((8, 4), np.float32), spec=P(("data", "model")))
+    parts = sm.ParamState(np.ones((8, 4), np.float32), spec=P(("x", "y")))
     arrays |= held(norm({"parts": parts}), "norm")
 
     # The same arrays whole in every process: one mapped call takes what the other returns.
