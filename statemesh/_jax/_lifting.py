@@ -180,7 +180,7 @@ def _not_lifted(error: BaseException) -> StatemeshError:
         + str(error).split("\n")[0],
         items,
         "Cast what goes in to what comes out, `jax.lax.pcast(x, axis_name, to='varying')`, or report the "
-        "program to statemesh; `check_vma=False` runs it without the check.",
+        "program to statemesh.",
     )
 
 
