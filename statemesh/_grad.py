@@ -912,7 +912,7 @@ class Cut:
         closed = jax.make_jaxpr(without_keys)(*operands)
 
         def run(*operands: Array) -> list[Array]:
-            return _behind_barrier(jaxprs.run_jaxpr(closed, _behind_barrier(operands)))
+            return _behind_barrier(jaxprs.run_by_reciprocals(closed, _behind_barrier(operands)))
 
         def never(*_: Array) -> list[Array]:
             avals = closed.out_avals

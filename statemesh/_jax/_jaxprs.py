@@ -7,12 +7,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import source_info_util
 
 from .._base._types import NO_AXES, Array, ArrayLike, Axes, AxisName, PyTree, flat_names
 from . import _compat as compat
@@ -505,6 +506,59 @@ def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
         return list(map(value, jaxpr.outvars))
 
     return run(open_jaxpr(closed), closed.consts, arrays)
+
+
+def run_by_reciprocals(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list[Array]:
+    """The results of a program where an array that is divided by fewer numbers is multiplied by reciprocals.
+
+    XLA does the same to such divisions, but on one device to more of them than on several, and so rounds
+    otherwise. Divisions in loops and branches stay as they are.
+    """
+    # By the identity of a broadcast array, which is kept: what was broadcast, and the equation.
+    broadcast: dict[int, tuple[Any, Sequence[Any], Equation]] = {}
+
+    def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], arguments: Sequence[ArrayLike]) -> list[Any]:
+        known: dict[Operand, Any] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True)
+        )
+
+        def value(atom: Operand) -> Any:
+            return getattr(atom, "val", None) if is_literal(atom) else known[atom]
+
+        def made(eqn: Equation, operands: list[Any]) -> list[Any]:
+            name, primitive = eqn.primitive.name, cast(Any, eqn.primitive)
+            if name in _JITTED:
+                (inner,) = jaxprs_of(eqn)
+                return run(inner, _consts_of(eqn), operands)
+            if name == "div" and compat.is_inexact_type(eqn.outvars[0]):
+                numerator, divisor = operands
+                if np.size(divisor) < np.size(numerator):
+                    return [numerator * (1 / divisor)]
+                if id(divisor) in broadcast:
+                    _, (few, *sizes), spread = broadcast[id(divisor)]
+                    return [numerator * spread.primitive.bind(1 / few, *sizes, **spread.params)]
+            result = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
+            results = list(result) if primitive.multiple_results else [result]
+            if name == "broadcast_in_dim" and not is_literal(eqn.invars[0]):
+                broadcast[id(results[0])] = results[0], operands, eqn
+            return results
+
+        for eqn in jaxpr.eqns:
+            # Each equation keeps the line of the user's that it has come from.
+            info = eqn.source_info
+            stack = source_info_util.current_name_stack() + info.name_stack
+            with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+                outputs = made(eqn, list(map(value, eqn.invars)))
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return list(map(value, jaxpr.outvars))
+
+    outputs = run(open_jaxpr(closed), closed.consts, arrays)
+    pairs = zip(outputs, closed.out_avals, strict=True)
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype) for x, aval in pairs]
+
+
+# The names of calls of `jax.jit`.
+_JITTED = ("jit", "pjit")
 
 
 def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:
