@@ -6,13 +6,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_tb
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -137,6 +138,15 @@ def recorded_equations() -> list[Equation]:
     entries = getattr(getattr(trace, "frame", None), "tracing_eqns", ())
     equations = [entry() if callable(entry) else entry for entry in entries]
     return [eqn for eqn in equations if eqn is not None]
+
+
+@contextmanager
+def in_place_of(eqn: Equation) -> Iterator[None]:
+    """A context in which equations are recorded with the line, the scopes and the settings of this one."""
+    info: Any = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def under_jit() -> bool:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import source_info_util
 
 from .._base._types import NO_AXES, Array, ArrayLike, Axes, AxisName, PyTree, flat_names
 from . import _compat as compat
@@ -545,9 +544,7 @@ def run_by_reciprocals(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list
 
         for eqn in jaxpr.eqns:
             # Each equation keeps the line of the user's that it has come from.
-            info = eqn.source_info
-            stack = source_info_util.current_name_stack() + info.name_stack
-            with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+            with compat.in_place_of(eqn):
                 outputs = made(eqn, list(map(value, eqn.invars)))
             known.update(zip(eqn.outvars, outputs, strict=True))
         return list(map(value, jaxpr.outvars))
