@@ -10,7 +10,7 @@ CHANGES = (
     (
         "a psum dropped",
         "_axes/_reduction.py",
-        "together(jax.lax.psum, summands, names)",
+        "sums.over_shards(summands, names)",
         "summands",
     ),
     (
