@@ -34,8 +34,14 @@ CHANGES = (
     (
         "rows numbered on each shard",
         "_state/_random.py",
-        "shard_index(what, axis_name) * n + jnp.arange(n)",
-        "jnp.arange(n)",
+        "return shard * n + rows",
+        "return rows",
+    ),
+    (
+        "a sum over blocks in another order",
+        "_axes/_ordered.py",
+        "x = x[0::2] + x[1::2]",
+        "x = x[: len(x) // 2] + x[len(x) // 2 :]",
     ),
     (
         "rows numbered in each microbatch",
