@@ -46,7 +46,7 @@ CHANGES = (
     (
         "rows numbered in each microbatch",
         "_state/_random.py",
-        "return rows * line.count + line.number",
+        "return (shard * n + rows) * line.count + line.number",
         "return rows",
     ),
     (
