@@ -478,16 +478,18 @@ def steps_like(what: str, model: PyTree, split_as: PyTree, root: str) -> list[li
         specs = specs_of(split, path)
         own_specs = specs_of(unit, path) if is_state(unit) else [None] * len(leaves)
         for x, spec, own_spec in zip(leaves, specs, own_specs, strict=True):
-            own = _split_over(own_spec)
+            split_already = _split_over(own_spec)
             _refuse_lanes(what, _split_over(spec), frozenset(bound) - meshes)
             steps.append([])
             for axis, entry in enumerate(axes_of(spec, jnp.ndim(x))):
-                if names := tuple(name for name in entry if name in meshes - own):
+                if names := tuple(name for name in entry if name in meshes - split_already):
                     if entry[-len(names) :] != names:
                         inner.append(f"{path}: {spec_str(spec)}")
                     if x.shape[axis] % math.prod(map(jax.lax.axis_size, names)):
                         odd.append(f"{path}: {describe(x)} by {spec_str(spec)}")
-                    steps[-1].append(Step(axis, names, mentioned(spec), _is_large(x, own)))
+                    steps[-1].append(
+                        Step(axis, names, mentioned(spec), _is_large(x, split_already))
+                    )
     if items:
         raise error_listing(
             StructureError,

@@ -848,6 +848,11 @@ def _loss_exchanged_inside(name: str, axes: Sequence[AxisName]) -> StatemeshErro
 
 
 _DIFFERS = frozenset([MICROBATCHES])
+# What messages call one part of the rows, and several.
+_PARTS: dict[AxisName, tuple[str, str]] = {
+    MICROBATCHES: ("microbatch", "microbatches"),
+    BLOCKS: ("block", "blocks"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -878,16 +883,15 @@ class Cut:
 
     @property
     def kind(self) -> str:
-        return "microbatches" if self.blocks is None else "blocks"
+        return _PARTS[self.name][1]
 
     def apart(self, x: Array) -> Array:
         """An array of rows, with the parts along an axis."""
-        if self.blocks is None:
-            return explicit.rows_apart(x, self.count)
-        return explicit.rows_in_blocks(x, self.count)
+        groups = len(x) // self.count if self.blocks is None else self.count
+        return explicit.rows_in_groups(x, groups)
 
     def part(self, x: Array, number: Leaf) -> Array:
-        """One part of such an array."""
+        """One part of such an array. A microbatch has a row of each group, and a block is a group."""
         axis = 1 if self.blocks is None else 0
         return jax.lax.dynamic_index_in_dim(x, number, axis, keepdims=False)
 
@@ -989,15 +993,15 @@ def one_after_another(
     if cut.blocks is not None:
         _refuse_what_depends_on_shards(fun, program, cut)
     # Parameters, and what the function closes over, may be each shard's own.
-    own = [scope.differs_over(x) for x in (*closed.consts, *parts.params)]
+    axes_of_shards = [scope.differs_over(x) for x in (*closed.consts, *parts.params)]
     facts = all_axes(
         program.replace(constvars=[], invars=[*program.constvars, *program.invars]),
-        [*own, *[_DIFFERS] * len(first)],
+        [*axes_of_shards, *[_DIFFERS] * len(first)],
     )
     differs = [bool(axes & _DIFFERS) for axes in facts]
     if not scope.reduction.mean and (cut.blocks or cut.count) > 1 and not differs[0]:
         raise StatemeshError(
-            f"{loss_str(fun.name)} is the same in every {cut.kind[:-2] if cut.blocks is None else 'block'}: "
+            f"{loss_str(fun.name)} is the same in every {_PARTS[cut.name][0]}: "
             "reduce='sum' would count it once for each. Compute it from the rows, or write reduce='mean', "
             "which leaves such a loss as it is."
         )
@@ -1118,16 +1122,16 @@ def _refuse_what_depends_on_shards(fun: LossFunction, program: Jaxpr, cut: Cut) 
     """Refuse collectives and the shard's number inside a block: both depend on how many shards there are."""
     lines = []
     for eqn in jaxprs.equations(program):
-        # Random streams number the rows of blocks by the shard, which gives the same numbers on every mesh.
-        frames = frames_of(eqn)
-        numbers = eqn.primitive.name == "axis_index" and all(
-            file != _random.__file__ for file, _ in frames
-        )
-        over = frozenset(jaxprs.axes_named(eqn)) if numbers else jaxprs.exchanged_by(eqn)
-        axes = [name for name in cut.axis_names if name in over]
-        if axes and not jaxprs.jaxprs_of(eqn):
-            operation = jaxprs.spelled(eqn.primitive.name)
-            lines.append(f"{user_line(frames)}: {operation} over {quoted(axes)}")
+        if jaxprs.jaxprs_of(eqn):
+            continue
+        is_index = eqn.primitive.name == "axis_index"
+        over = jaxprs.axes_named(eqn) if is_index else jaxprs.exchanged_by(eqn)
+        if axes := [name for name in cut.axis_names if name in over]:
+            frames = frames_of(eqn)
+            # Random streams number the rows of blocks by the shard, which gives the same on every mesh.
+            if not is_index or all(file != _random.__file__ for file, _ in frames):
+                operation = jaxprs.spelled(eqn.primitive.name)
+                lines.append(f"{user_line(frames)}: {operation} over {quoted(axes)}")
     if lines:
         raise error_listing(
             StatemeshError,
@@ -1304,8 +1308,7 @@ class _MicrobatchRules(AxisRules):
             if write.value.reduce is None and type(write.value).leave is State.leave
         ]
         arrays = mistakes.varying
-        (part,) = self.names
-        kind = "microbatches" if part == MICROBATCHES else "blocks"
+        _, kind = _PARTS[self.names[0]]
         if unmerged or arrays:
             items = [(write.path, write.value) for write in unmerged]
             items += [(write.path, write.value) for write in arrays]

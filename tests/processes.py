@@ -26,7 +26,11 @@ def free_port() -> int:
 
 
 def run_together(
-    commands: Sequence[Sequence[str]], folder: pathlib.Path, devices: int, patience: float = 120
+    commands: Sequence[Sequence[str]],
+    folder: pathlib.Path,
+    devices: int,
+    patience: float = 120,
+    optimization: int = 0,
 ) -> list[str]:
     """Run processes with so many devices each. All of them must end well and in so many seconds.
 
@@ -35,7 +39,8 @@ def run_together(
     **Returns:** the output of each, which is also in a numbered file in the folder.
     """
     # As `compiling.py` has it.
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags += f" --xla_backend_optimization_level={optimization}"
     logs = [folder / f"{i}.log" for i in range(len(commands))]
     deadline = time.monotonic() + patience
     started: list[subprocess.Popen[bytes]] = []

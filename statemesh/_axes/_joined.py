@@ -150,14 +150,19 @@ def together(
     if not compat.under_jit():
         # Each operation runs by itself: then fewer of them are quicker.
         return [collective(x, names) for x in arrays]
-    groups: dict[Hashable, list[int]] = {}
-    for k, x in enumerate(arrays):
-        groups.setdefault((x.dtype, compat.varying(x)), []).append(k)
 
     def reduce(like: Sequence[AnyArray]) -> Sequence[AnyArray]:
         return _several(collective, names, like) if len(like) > 1 else [collective(like[0], names)]
 
-    return by_groups(reduce, arrays, groups.values())
+    return by_groups(reduce, arrays, alike(arrays))
+
+
+def alike(arrays: Sequence[AnyArray]) -> Iterable[list[int]]:
+    """The numbers of the arrays of each type: of one dtype, which vary over the same axes."""
+    groups: dict[Hashable, list[int]] = {}
+    for k, x in enumerate(arrays):
+        groups.setdefault((x.dtype, compat.varying(x)), []).append(k)
+    return groups.values()
 
 
 def by_groups(

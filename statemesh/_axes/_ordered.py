@@ -7,7 +7,7 @@ So each shard's sum is a branch of that tree, and all meshes add up branches ali
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .._base._types import AxisName
 from .._jax import _compat as compat
-from ._joined import AnyArray, by_groups, end_to_end, in_buckets, taken_apart, together
+from ._joined import AnyArray, alike, by_groups, end_to_end, in_buckets, taken_apart, together
 
 
 # In numbers. Of fewer every shard gets those of all others, in one collective instead of two.
@@ -33,12 +33,9 @@ def sum_of_entries(x: AnyArray) -> AnyArray:
 def sums_over_shards(arrays: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[AnyArray]:
     """The sum of each array over mesh axes, the same on all shards. Small arrays of one dtype go together."""
     names = tuple(axis_names)
-    groups: dict[Hashable, list[int]] = {}
-    for k, x in enumerate(arrays):
-        groups.setdefault((x.dtype, compat.varying(x)), []).append(k)
     buckets = [
         [at[k] for k in bucket]
-        for at in groups.values()
+        for at in alike(arrays)
         for bucket in in_buckets([arrays[k] for k in at])
     ]
 

@@ -282,7 +282,8 @@ class FromTypes:
         is_asked = links is not None or bool(counted and self.meshes)
         if compat.under_jit():
             self._runs += 1
-            before = len(compat.recorded_equations())
+            looks_for_lost = bool(self.meshes) and not self.stay_lost
+            before = len(compat.recorded_equations()) if looks_for_lost else 0
             if typing := typed_right.active():
                 traced = trace(fun, operands, compat.TypedRight(typed_right.names()), links)
                 with typed_right.typing_right(frozenset()):  # The casts are in it.
@@ -295,7 +296,7 @@ class FromTypes:
             else:
                 result = fun(*operands)
                 outputs = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
-            if self.meshes and not self.stay_lost:
+            if looks_for_lost:
                 self._find_lost(outputs, compat.recorded_equations()[before:], typing)
             return result
         # With `jit=False` it runs operation by operation, for someone who debugs it. It is traced too only if

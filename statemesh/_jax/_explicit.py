@@ -63,24 +63,11 @@ def zeros_of(kind: Any) -> Array:
     return jax.sharding.reshard(zeros, kind.sharding)
 
 
-def rows_apart(x: Array, count: int) -> Array:
-    """An array whose row `i * count + k` stands at `[i, k]`.
+def rows_in_groups(x: Array, count: int) -> Array:
+    """An array with its rows in so many groups, of rows that follow one another, along a new first axis.
 
-    It is laid out as the array was, so far as the groups of `count` rows can be.
+    It is laid out as the array was, so far as whole groups can be.
     """
-    size = x.shape[0] // count
-    shape = (size, count, *x.shape[1:])
-    if not is_explicitly_typed(x):
-        return x.reshape(shape)
-    here = type_of(x).sharding
-    first, *rest = written_axes(here.spec)
-    fits = size % math.prod(here.mesh.shape[name] for name in first) == 0
-    spec = PartitionSpec(*map(entry_of, [first if fits else (), (), *rest]))
-    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(here.mesh, spec))
-
-
-def rows_in_blocks(x: Array, count: int) -> Array:
-    """An array whose row `k * size + i` stands at `[k, i]`. Where its rows are split, whole blocks are."""
     shape = (count, x.shape[0] // count, *x.shape[1:])
     if not is_explicitly_typed(x):
         return x.reshape(shape)

@@ -251,9 +251,7 @@ class _Agreeing:
             before = self.joined
             try:
                 return run()
-            except (
-                Exception
-            ):  # JAX refuses in many ways, and a library may raise an error of its own.
+            except Exception:  # JAX refuses in many ways, and a library may raise anything.
                 # Trees of other structures, and all else that is wrong, are refused for good.
                 if self.joined in ([], before):
                     raise

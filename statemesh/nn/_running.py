@@ -206,12 +206,8 @@ class MovingStatistics(BatchState):
         count = _along(after["count"] - before["count"], after["mean"])
         total = _summed(count, axis_names)
 
-        # A division could have other bits on one device than on several: XLA divides by a number that several
-        # arrays share, or multiplies by its reciprocal.
-        share = 1 / jnp.maximum(total, 1)
-
         def mean(x: Array) -> Array:
-            return _summed(jnp.where(count > 0, x * count, 0), axis_names) * share
+            return _summed(jnp.where(count > 0, x * count, 0), axis_names) / jnp.maximum(total, 1)
 
         moved = mean(after["mean"])
         rate = 1 - self._momentum.kept

@@ -310,5 +310,5 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 def _texts(code: types.CodeType) -> tuple[str, ...]:
     """The texts in a function's code, and in the code of the functions in it, that can be names."""
     inner = [_texts(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    own = [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
-    return tuple(dict.fromkeys(itertools.chain(own, *inner)))
+    texts = [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
+    return tuple(dict.fromkeys(itertools.chain(texts, *inner)))

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax._frames import without_own_frames
 from ._errors import array_str, check, plural
+from ._program._numbers import data_of
 from ._program._stacked import names_of_spec
 from ._types import Fun, Numbers, PyTree, tree_util
 
@@ -88,7 +89,7 @@ def _first_difference(x: jax.Array, odd: jax.Device, usual: jax.Device) -> str:
     copies = {shard.device: shard.data for shard in x.addressable_shards}
     if odd not in copies or usual not in copies:
         return ""
-    values = [np.asarray(_numbers(copies[device])) for device in (odd, usual)]
+    values = [np.asarray(data_of(copies[device])) for device in (odd, usual)]
     differs = _bytes(values[0]) != _bytes(values[1])
     if not differs.any():
         return ""
@@ -122,7 +123,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
     A flipped bit changes it in any case, because an odd number times a power of two is not 0 modulo 2^32.
     """
-    x = _numbers(x)
+    x = data_of(x)
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     if x.dtype == bool:
@@ -131,8 +132,3 @@ def _checksum(x: jax.Array) -> jax.Array:
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}"))
     flat = words.reshape(-1).astype(jnp.uint32)
     return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
-
-
-def _numbers(x: jax.Array) -> jax.Array:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else x

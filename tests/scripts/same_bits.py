@@ -10,9 +10,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 
-from ..processes import free_port
+from ..processes import free_port, run_together
 
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "docs" / "examples"
@@ -141,26 +139,12 @@ def in_processes(name: str, count: int, blocks: int | None, steps: int, processe
         out = pathlib.Path(folder) / "result.json"
         run = [sys.executable, "-m", "tests.scripts.same_bits", "--one", name, str(count)]
         run += [str(blocks or 0), str(steps), str(out)]
-        if processes == 1:
-            flags = f"--xla_force_host_platform_device_count={count}"
-            subprocess.run(run, check=True, env={**os.environ, "XLA_FLAGS": flags})
-        else:
-            port = free_port()
-            each = [[*run, str(process), str(port)] for process in range(processes)]
-            flags = f"--xla_force_host_platform_device_count={count // processes}"
-            together(each, flags)
+        port = str(free_port())
+        each = [[*run, str(process), port] for process in range(processes)]
+        commands = each if processes > 1 else [run]
+        # XLA optimizes as much as it does for users.
+        run_together(commands, pathlib.Path(folder), count // processes, 1200, optimization=3)
         return json.loads(out.read_text())
-
-
-def together(commands: list[list[str]], flags: str) -> None:
-    started = [
-        subprocess.Popen(command, env={**os.environ, "XLA_FLAGS": flags}) for command in commands
-    ]
-    try:
-        assert [process.wait(1200) for process in started] == [0] * len(commands)
-    finally:
-        for process in started:
-            process.kill()
 
 
 def one(options: list[str]) -> None:

@@ -18,7 +18,7 @@ from ._check import Check, Checked
 from ._feedback import Named, is_within, path_of
 from ._other_values import as_arrays
 from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
-from ._progress import told
+from ._progress import progress
 from ._subject import Subject
 from ._untested import RangeWarning, UntestedWarning
 
@@ -191,7 +191,7 @@ def assert_equivalent(
         )
     key = environment(fun, *held_by(call))
     statics = None if is_mapped else StaticLeaves({**specs, "check_vma": check_vma is not False})
-    with told(f"{name}: tracing"):
+    with progress(f"{name}: tracing"):
         subject = Subject(
             name=name,
             args=call,

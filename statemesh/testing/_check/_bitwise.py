@@ -1,13 +1,12 @@
 """Whether calls on meshes give the very bits that calls on one device give."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._locate._bits import line_in_bits
+from .._program._numbers import data_of, is_key
 from .._types import AnyLeaf, Numbers, PyTree
 from ._programs import FunctionOnMesh, chained
 from ._subject import Subject
@@ -49,29 +48,21 @@ def _differences(subject: Subject, got: PyTree, want: PyTree) -> list[str]:
             lines.append(f"  - {subject.paths[number]}: {np.shape(a)}, should be {np.shape(b)}")
         elif (differs := x != y).any():
             at = tuple(int(k) for k in np.argwhere(differs)[0])
-            shown = [np.asarray(side)[at[: np.ndim(side)]] for side in (a, b)] if _shows(a) else []
+            shown = (
+                [np.asarray(side)[at[: np.ndim(side)]] for side in (a, b)] if not is_key(a) else []
+            )
             numbers = f"; at {list(at)} {shown[0]!r}, should be {shown[1]!r}" if shown else ""
             count = f"{int(differs.sum())} of {differs.size} numbers differ"
             lines.append(f"  - {subject.paths[number]}: {count}{numbers}")
     return lines
 
 
-def _shows(x: AnyLeaf) -> bool:
-    return not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def _bits(x: Any) -> Numbers:
+def _bits(x: AnyLeaf) -> Numbers:
     """An array as unsigned numbers of the same bits: NaN is equal to itself, and 0.0 is not equal to -0.0."""
-    if not _shows(x):
-        x = jax.random.key_data(x)
-    array = np.asarray(x)
+    array = np.atleast_1d(np.asarray(data_of(x)))
     if array.dtype.kind == "c":
         array = np.stack([array.real, array.imag], -1)
-    return (
-        array.view(f"u{array.dtype.itemsize}")
-        if array.ndim
-        else array[None].view(f"u{array.dtype.itemsize}")
-    )
+    return array.view(f"u{array.dtype.itemsize}")
 
 
 def _report(

@@ -30,7 +30,7 @@ from ._bitwise import labels_of_equal_bits
 from ._form import form_differences
 from ._judge import Judge, Mismatch, excused, unequal_copies
 from ._programs import Chain, FunctionOnMesh, Programs, chained, results_of
-from ._progress import told
+from ._progress import progress
 from ._subject import Subject
 from ._untested import CallsMade, untested
 
@@ -205,7 +205,7 @@ class Check:
             return
         if results:
             if subject.bitwise:
-                with told(f"{subject.name}: bits"):
+                with progress(f"{subject.name}: bits"):
                     self.agreed += labels_of_equal_bits(subject)
             self._inside_jit(calls)
             self._moved(calls, before, results)
@@ -294,7 +294,7 @@ class Check:
         number, count = self.subject.meshes.index(calls.on_mesh) + 1, len(self.subject.meshes)
         of_mesh = f"mesh {number} of {count}"
         try:
-            with told(f"{self.subject.name}: comparing {label} ({of_mesh})"):
+            with progress(f"{self.subject.name}: comparing {label} ({of_mesh})"):
                 yield
             self.agreed.append(label)
         except _Unended as stopped:
@@ -309,9 +309,10 @@ class Check:
                 self.failed.append(f"{call}, {results} off too.")
                 return
             gradient = off.gradient
-            with told(f"{self.subject.name}: looking for the line that goes wrong {label}"):
-                found = located_in(calls, off.step, gradient=gradient) if off.has_line else ([], "")
-            place, line = found
+            with progress(f"{self.subject.name}: looking for the line that goes wrong {label}"):
+                place, line = (
+                    located_in(calls, off.step, gradient=gradient) if off.has_line else ([], "")
+                )
             if off.of_range:
                 self.overflows.append(report.overflow(off.what, label, line))
                 return

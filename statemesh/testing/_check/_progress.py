@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def told(text: str) -> Iterator[None]:
+def progress(text: str) -> Iterator[None]:
     """Show what takes a while, until it is over: on a terminal, and nowhere else.
 
     In CI, in a notebook and where pytest captures it, the stream of errors is no terminal.

@@ -58,7 +58,7 @@ class Subject:
     fed_back: Named | None
     leave_out: Any
     keep: Collection[str]
-    bitwise: bool = False
+    bitwise: bool
 
     def __post_init__(self) -> None:
         self.types = widened(self.args).types

@@ -5,13 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from .._program._lines import SourceLine
-from .._program._numbers import is_numpy
-from .._program._stacked import MappedAxes
-from .._program._trace import NO_MESH, is_array_or_type, on_one_device, trace_exactly
-from .._types import Fun, Numbers, PyTree, tree_util
-from ._compare import Comparison, compare, right_values
-from ._evaluate import Evaluator, in_numpy
-from ._graph import graph_of
+from .._program._trace import NO_MESH, on_one_device
+from .._types import Fun, Numbers, PyTree
+from ._compare import Comparison, both_traced, compare_traced, right_values
 
 
 def line_in_bits(
@@ -21,17 +17,10 @@ def line_in_bits(
 
     Partial results are left out: one device has no such numbers. `None` where all others are equal.
     """
-    arrays = jax.tree.map(lambda x: jax.numpy.asarray(x) if is_numpy(x) else x, (args, kwargs))
-    leaves, treedef = tree_util.tree_flatten(arrays)
-    traces = [trace_exactly(fun, treedef, leaves) for fun in (mapped, reference)]
-    placed = jax.tree.leaves(jax.tree.map(on_one_device, arrays))
-    inputs = [in_numpy(x) for x in placed if is_array_or_type(x)]
-    mesh, single = (
-        Evaluator(graph_of(traced.closed, MappedAxes()), False, traced.exact) for traced in traces
-    )
+    arrays, traces = both_traced(mapped, reference, (args, kwargs))
+    placed = jax.tree.map(on_one_device, arrays)
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-        comparison = compare((mesh, single), MappedAxes(), (inputs, inputs))
-        return next(_lines(comparison), None)
+        return next(_lines(compare_traced(traces, placed, wide=False)), None)
 
 
 def _lines(comparison: Comparison) -> Iterator[SourceLine]:

@@ -6,15 +6,18 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._program._jaxprs import Jaxpr, operands_of_loop
 from .._program._lines import SourceLine
-from .._program._numbers import distances, numbers, roundoff
+from .._program._numbers import distances, is_numpy, numbers, roundoff
 from .._program._stacked import MappedAxes, Stacked, names_of_spec
-from .._types import Numbers
-from ._evaluate import Evaluator, Values, on_all_shards
+from .._program._trace import Trace, is_array_or_type, trace_exactly
+from .._types import Fun, Numbers, PyTree, tree_util
+from ._evaluate import Evaluator, Values, in_numpy, on_all_shards
 from ._graph import Node, graph_of, pairs
 from ._relations import Relation, largest, relation, tolerated, whole
 
@@ -287,6 +290,28 @@ def compare(
     comparison = Comparison(evaluators, scope, origins)
     comparison.run(inputs)
     return comparison
+
+
+def both_traced(mapped: Fun, reference: Fun, call: PyTree) -> tuple[PyTree, list[Trace]]:
+    """The arguments of a call as arrays, and the two functions traced with them."""
+    arrays = jax.tree.map(lambda x: jnp.asarray(x) if is_numpy(x) else x, call)
+    leaves, treedef = tree_util.tree_flatten(arrays)
+    return arrays, [trace_exactly(fun, treedef, leaves) for fun in (mapped, reference)]
+
+
+def compare_traced(traces: Sequence[Trace], values: PyTree, *, wide: bool) -> Comparison:
+    """Run two traced functions side by side, with x64 enabled and no mesh set.
+
+    **Arguments:**
+
+    - `values`: the arguments of both.
+    - `wide`: whether they run in double precision; else in the dtypes of the program.
+    """
+    inputs = [in_numpy(x) for x in jax.tree.leaves(values) if is_array_or_type(x)]
+    mesh, single = (
+        Evaluator(graph_of(traced.closed, MappedAxes()), wide, traced.exact) for traced in traces
+    )
+    return compare((mesh, single), MappedAxes(), (inputs, inputs))
 
 
 # What shards should have

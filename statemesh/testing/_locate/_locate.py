@@ -8,7 +8,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import statemesh as sm
@@ -18,20 +17,17 @@ from .. import _errors as errors
 from .._program._doubled import widened
 from .._program._lines import SourceLine
 from .._program._numbers import is_inexact, is_numpy, promoted
-from .._program._stacked import MappedAxes, as_names, names_of_spec
+from .._program._stacked import as_names, names_of_spec
 from .._program._trace import (
     NO_MESH,
     Trace,
     is_array_or_type,
     name_of,
     on_one_device,
-    trace_exactly,
     weighted_gradient,
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
-from ._compare import Comparison, compare, inside, right_values
-from ._evaluate import Evaluator, in_numpy
-from ._graph import graph_of
+from ._compare import Comparison, both_traced, compare_traced, inside, right_values
 from ._interventions import Outcome, Reruns, Trial, cause, mending
 from ._located import (
     Located,
@@ -159,9 +155,7 @@ def _is_inexact(x: AnyLeaf) -> bool:
 
 def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True) -> Located | None:
     """Where two calls differ in double precision, or else in the dtypes of the program."""
-    arrays = jax.tree.map(lambda x: jnp.asarray(x) if is_numpy(x) else x, call)
-    leaves, treedef = tree_util.tree_flatten(arrays)
-    traces = [trace_exactly(fun, treedef, leaves) for fun in (mapped, reference)]
+    arrays, traces = both_traced(mapped, reference, call)
     on_mesh, on_device = (traced.paths for traced in traces)
     if len(on_mesh) != len(on_device):
         only = [path for path in on_mesh if path not in on_device]
@@ -171,16 +165,13 @@ def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True)
             f"{len(on_device)}. Only one of the two returns: {', '.join(only[:8])}."
         )
     runs = [(True, widened(arrays).values)]
-    if narrow and any(_is_inexact(x) and promoted(x.dtype) != x.dtype for x in leaves):
+    if narrow and any(
+        _is_inexact(x) and promoted(x.dtype) != x.dtype for x in jax.tree.leaves(arrays)
+    ):
         runs.append((False, jax.tree.map(on_one_device, arrays)))
     for wide, values in runs:
-        inputs = [in_numpy(x) for x in jax.tree.leaves(values) if is_array_or_type(x)]
-        mesh, single = (
-            Evaluator(graph_of(traced.closed, MappedAxes()), wide, traced.exact)
-            for traced in traces
-        )
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-            comparison = compare((mesh, single), MappedAxes(), (inputs, inputs))
+            comparison = compare_traced(traces, values, wide=wide)
             if not all(comparison.right):
                 return dataclasses.replace(_located(comparison, traces, call), rounding=not wide)
     return None

@@ -111,10 +111,10 @@ def _limited(eqn: Equation, name: str) -> int | None:
         return None
     # A limit is one number. The larger of two arrays is none.
     atoms: list[Any] = list(eqn.invars)
-    one = [is_literal(atom) or not atom.aval.shape for atom in atoms]
-    if all(one):
+    is_number = [is_literal(atom) or not atom.aval.shape for atom in atoms]
+    if all(is_number):
         return 0
-    return one.index(False) if any(one) else None
+    return is_number.index(False) if any(is_number) else None
 
 
 def _is_users(eqn: Equation) -> bool:
