@@ -205,12 +205,13 @@ def rows_of_a_state_made_inside() -> Any:
     return split(draw, ROWS)
 
 
-def in_blocks(mesh: str, fun: Any, rows: Any, **options: Any) -> Any:
+def in_blocks(mesh: str, fun: Any, rows: Any, check_vma: bool = True, **options: Any) -> Any:
     def call() -> Any:
         on = make_mesh(mesh)
         step = sm.value_and_grad(fun, axis_name=on.axis_names, **options)
         net = {**model(), "rng": sm.RandomState(KEY)}
-        return sm.shard_map(step, on, (None, rows), P())(net, jnp.arange(16.0).reshape(8, 2))
+        mapped = sm.shard_map(step, on, (None, rows), P(), check_vma=check_vma)
+        return mapped(net, jnp.arange(16.0).reshape(8, 2))
 
     return call
 
@@ -380,6 +381,7 @@ MISTAKES: Mistakes = {
     "rows that blocks do not divide": lambda: sm.value_and_grad(fit, blocks=16)(model(), ROWS),
     "microbatches of no whole blocks": in_blocks("2", fit, P("x"), blocks=8, microbatches=3),
     "rows that are not split for blocks": in_blocks("2x2", fit, P("x"), blocks=8),
+    "one loss of rows that are not split for blocks": in_blocks("2", fit, P(), False, blocks=4),
     "exchange inside a block": in_blocks("2", centred, P("x"), blocks=4),
     "key of a shard in a block": in_blocks("2", drawn_for_a_shard, P("x"), blocks=4),
     "blocks that write different values": in_blocks("2", write_both, P("x"), blocks=4),
