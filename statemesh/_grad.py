@@ -97,6 +97,7 @@ from ._jax._compat import Jaxpr, tree_util
 from ._jax._dataflow import forwarded
 from ._jax._frames import frames_of, user_line, without_own_frames
 from ._jax._jaxprs import run_varying, traced_outside
+from ._jax._merged import run_merged
 from ._state import _random
 from ._state._filters import to_predicate
 from ._state._random import RandomState, again
@@ -896,13 +897,17 @@ class Cut:
         return jax.lax.dynamic_index_in_dim(x, number, axis, keepdims=False)
 
     def compiled_apart(
-        self, fun: Callable[..., list[Array]], operands: Sequence[Array]
+        self, fun: Callable[..., list[Array]], operands: Sequence[Array], number: Leaf = 0
     ) -> list[Array]:
         """The results of a function; for blocks of one that XLA compiles alike wherever it stands.
 
         Otherwise XLA would compile it together with what stands around it, and round otherwise: it contracts
-        a product and a sum, and divides several arrays by one number or multiplies them by its reciprocal. A
-        branch is a computation of its own, and barriers keep what goes in and out in its place.
+        a product and a sum. A branch is a computation of its own, and barriers keep what goes in and out in
+        its place.
+
+        **Arguments:**
+
+        - `number`: in a loop over parts that of the part.
         """
         if self.blocks is None:
             return fun(*operands)
@@ -916,25 +921,23 @@ class Cut:
         closed = jax.make_jaxpr(without_keys)(*operands)
 
         def run(*operands: Array) -> list[Array]:
-            return _behind_barrier(jaxprs.run_by_reciprocals(closed, _behind_barrier(operands)))
+            inputs = compat.optimization_barrier(operands)
+            return compat.optimization_barrier(run_merged(closed, inputs))
 
         def never(*_: Array) -> list[Array]:
             avals = closed.out_avals
             return [compat.vary(explicit.zeros_of(x), compat.varying_type(x)) for x in avals]
 
-        # What a barrier hands on XLA does not know, so it keeps the branch.
-        known = jax.lax.optimization_barrier(jnp.ones((), bool))
-        results = jax.lax.cond(known, run, never, *operands)
+        # XLA does not know what a barrier hands on, so it keeps the branch. On a CPU it compiles a loop that
+        # reads less than a kilobyte as one function, which rounds otherwise, but not one with a sort:
+        # https://github.com/openxla/xla/blob/main/xla/service/cpu/small_while_loop_hoisting_pass.cc
+        two = jax.lax.optimization_barrier(jnp.asarray(number) + jnp.arange(2))
+        first, second = jax.lax.sort(two)
+        results = jax.lax.cond(first < second, run, never, *operands)
         return [
             x if impl is None else jax.random.wrap_key_data(x, impl=impl)
             for x, impl in zip(results, impls, strict=True)
         ]
-
-
-def _behind_barrier(arrays: Sequence[Array]) -> list[Array]:
-    at = [k for k, x in enumerate(arrays) if not is_key(x)]
-    behind = dict(zip(at, compat.optimization_barrier([arrays[k] for k in at]), strict=True))
-    return [behind.get(k, x) for k, x in enumerate(arrays)]
 
 
 def one_after_another(
@@ -1033,7 +1036,7 @@ def one_after_another(
         picked = [cut.part(x, number) for x in rows]
         others = [(again(x) if is_key(x) else x)[number] for x in entering.parts]
         operands = [*params, *picked, *others]
-        outputs = cut.compiled_apart(lambda *xs: jaxprs.run_jaxpr(closed, xs), operands)
+        outputs = cut.compiled_apart(lambda *xs: jaxprs.run_jaxpr(closed, xs), operands, number)
         after = [widened(outputs[k]) if k < summed else strong(outputs[k]) for k in carried]
         return after, [x for x, hit in zip(outputs, is_stacked, strict=True) if hit]
 

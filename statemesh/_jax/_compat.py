@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr as Jaxpr
@@ -70,18 +71,22 @@ def vary(x: Array, axis_names: Iterable[AxisName]) -> Array:
 
 
 def optimization_barrier(arrays: Sequence[Array]) -> list[Array]:
-    """`jax.lax.optimization_barrier` that keeps the types of its operands.
+    """`jax.lax.optimization_barrier` that keeps the types of its operands, and lets keys pass.
 
     Older releases type all results of a barrier as varying over what any operand varies over. There each type
     has a barrier of its own.
     """
-    results: list[Array] = jax.lax.optimization_barrier(list(arrays))
-    if list(map(varying, results)) == list(map(varying, arrays)):
-        return results
-    for axes in dict.fromkeys(map(varying, arrays)):
-        at = [k for k, x in enumerate(arrays) if varying(x) == axes]
+    results = list(arrays)
+    plain = [k for k, x in enumerate(arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+
+    def behind(at: list[int]) -> None:
         for k, x in zip(at, jax.lax.optimization_barrier([arrays[k] for k in at]), strict=True):
             results[k] = x
+
+    behind(plain)
+    if list(map(varying, results)) != list(map(varying, arrays)):
+        for axes in dict.fromkeys(varying(arrays[k]) for k in plain):
+            behind([k for k in plain if varying(arrays[k]) == axes])
     return results
 
 

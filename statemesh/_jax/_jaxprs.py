@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -497,7 +497,7 @@ def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
             operands = list(map(value, eqn.invars))
             match control_flow(eqn):
                 case ("call", inner):
-                    outputs = run(inner, _consts_of(eqn), operands)
+                    outputs = run(inner, consts_of(eqn), operands)
                 case _:
                     result = _in_place(eqn, operands)
                     outputs = list(result) if eqn.primitive.multiple_results else [result]
@@ -507,55 +507,76 @@ def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
     return run(open_jaxpr(closed), closed.consts, arrays)
 
 
-def run_by_reciprocals(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list[Array]:
-    """The results of a program where an array that is divided by fewer numbers is multiplied by reciprocals.
+# Calls whose derivative is that of what they call.
+CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
-    XLA does the same to such divisions, but on one device to more of them than on several, and so rounds
-    otherwise. Divisions in loops and branches stay as they are.
-    """
-    # By the identity of a broadcast array, which is kept: what was broadcast, and the equation.
-    broadcast: dict[int, tuple[Any, Sequence[Any], Equation]] = {}
 
-    def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], arguments: Sequence[ArrayLike]) -> list[Any]:
-        known: dict[Operand, Any] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True)
+def run_by(
+    name: str, operands: Sequence[Any], params: Mapping[str, Any]
+) -> list[tuple[AnyJaxpr, list[Any]]]:
+    """The jaxprs that a call, a branch or a loop runs, each with its operands; scanned ones are whole."""
+    if name in CALLS:
+        return [(params.get("jaxpr", params.get("call_jaxpr")), list(operands))]
+    if name == "cond":
+        return [(branch, list(operands[1:])) for branch in params["branches"]]
+    if name == "while":
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        of_cond, of_body, init = operands[:first], operands[first:second], operands[second:]
+        return [
+            (params["cond_jaxpr"], [*of_cond, *init]),
+            (params["body_jaxpr"], [*of_body, *init]),
+        ]
+    return [(params["jaxpr"], list(operands))] if name == "scan" else []
+
+
+def run_anew(
+    name: str,
+    operands: Sequence[Any],
+    params: Mapping[str, Any],
+    runs: Callable[[AnyJaxpr], Callable[..., Sequence[Any]]],
+) -> list[Array]:
+    """What a call, a branch or a loop gives if it is traced again, with what `runs` makes of its jaxprs."""
+    (jaxpr, given), *others = run_by(name, operands, params)
+    if name in CALLS:
+        fun = runs(jaxpr)
+        if params.get("differentiated"):
+            # What is computed once more for a derivative. JAX lowers it so, to keep it from being merged with
+            # the first time.
+            kept_apart = compat.optimization_barrier(given) if params["prevent_cse"] else given
+            return list(fun(*kept_apart))
+        if "policy" in params:
+            again = jax.checkpoint(fun, policy=params["policy"], prevent_cse=params["prevent_cse"])
+            return list(again(*given))
+        fun.__name__ = params.get("name", name)
+        return list(jax.jit(fun)(*given))
+    if name == "cond":
+        branches = [jaxpr, *(branch for branch, _ in others)]
+        return list(jax.lax.switch(operands[0], list(map(runs, branches)), *given))
+    if name == "while":
+        ((body, of_body),) = others
+        carried = len(given) - params["cond_nconsts"]
+        closed, of_body = given[:-carried], of_body[:-carried]
+        after = jax.lax.while_loop(
+            lambda carry: runs(jaxpr)(*closed, *carry)[0],
+            lambda carry: tuple(runs(body)(*of_body, *carry)),
+            tuple(given[-carried:]),
         )
+        return list(after)
+    if "num_consts" in params:
+        consts, carries = params["num_consts"], params["num_carry"]
+    else:
+        of_consts, of_carry, _ = params["ft_in"].update(operands).unpack()
+        consts, carries = len(list(of_consts)), len(list(of_carry))
 
-        def value(atom: Operand) -> Any:
-            return getattr(atom, "val", None) if is_literal(atom) else known[atom]
+    def step(carry: Any, x: Any) -> Any:
+        results = runs(jaxpr)(*given[:consts], *carry, *x)
+        return tuple(results[:carries]), tuple(results[carries:])
 
-        def made(eqn: Equation, operands: list[Any]) -> list[Any]:
-            name, primitive = eqn.primitive.name, cast(Any, eqn.primitive)
-            if name in _JITTED:
-                (inner,) = jaxprs_of(eqn)
-                return run(inner, _consts_of(eqn), operands)
-            if name == "div" and compat.is_inexact_type(eqn.outvars[0]):
-                numerator, divisor = operands
-                if np.size(divisor) < np.size(numerator):
-                    return [numerator * (1 / divisor)]
-                if id(divisor) in broadcast:
-                    _, (few, *sizes), spread = broadcast[id(divisor)]
-                    return [numerator * spread.primitive.bind(1 / few, *sizes, **spread.params)]
-            result = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
-            results = list(result) if primitive.multiple_results else [result]
-            if name == "broadcast_in_dim" and not is_literal(eqn.invars[0]):
-                broadcast[id(results[0])] = results[0], operands, eqn
-            return results
-
-        for eqn in jaxpr.eqns:
-            # Each equation keeps the line of the user's that it has come from.
-            with compat.in_place_of(eqn):
-                outputs = made(eqn, list(map(value, eqn.invars)))
-            known.update(zip(eqn.outvars, outputs, strict=True))
-        return list(map(value, jaxpr.outvars))
-
-    outputs = run(open_jaxpr(closed), closed.consts, arrays)
-    pairs = zip(outputs, closed.out_avals, strict=True)
-    return [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype) for x, aval in pairs]
-
-
-# The names of calls of `jax.jit`.
-_JITTED = ("jit", "pjit")
+    init, scanned = tuple(given[consts : consts + carries]), tuple(given[consts + carries :])
+    how = {key: params[key] for key in ("length", "reverse", "unroll")}
+    after, stacked = jax.lax.scan(step, init, scanned, **how)
+    return [*after, *stacked]
 
 
 def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:
@@ -567,7 +588,7 @@ def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:
     return outputs if eqn.primitive.multiple_results else outputs[0]
 
 
-def _consts_of(eqn: Equation) -> Sequence[ArrayLike]:
+def consts_of(eqn: Equation) -> Sequence[ArrayLike]:
     """The constants that a called jaxpr is closed over."""
     called = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr"))
     consts = (getattr(jaxpr, "consts", None) for jaxpr in called)

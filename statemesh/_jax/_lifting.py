@@ -372,8 +372,7 @@ def _all_same(values: Sequence[Any]) -> bool:
 # Operations. Each is bound as it is first. If JAX refuses it because its operands vary apart, they are cast.
 
 _LINEAR_SOLVE = "custom_linear_solve"
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
-_RUNS_JAXPRS = (*_CALLS, "scan", "while", "cond", _LINEAR_SOLVE)
+_RUNS_JAXPRS = (*jaxprs.CALLS, "scan", "while", "cond", _LINEAR_SOLVE)
 _WITH_OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call")
 
 
@@ -576,61 +575,9 @@ def _jvp(original: Any, fun: Any, primals: Any, tangents: Any, *args: Any, **kwa
 
 def _retyped(name: str, operands: Sequence[Leaf], params: dict[str, Any]) -> Any:
     """What an equation gives that runs jaxprs recorded for operands of other types; `None` for any other."""
-    if name in _CALLS:
-        jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
-        if _has_types(jaxpr, operands):
-            return None
-        fun = _runs(jaxpr)
-        if "policy" in params:
-            fun = jax.checkpoint(fun, policy=params["policy"], prevent_cse=params["prevent_cse"])
-            return list(fun(*operands))
-        fun.__name__ = params.get("name", name)
-        return list(jax.jit(fun)(*operands))
-    if name == "cond":
-        index, *rest = operands
-        if all(_has_types(branch, rest) for branch in params["branches"]):
-            return None
-        return list(jax.lax.switch(index, list(map(_runs, params["branches"])), *rest))
-    if name == "while":
-        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-        first = params["cond_nconsts"]
-        second = first + params["body_nconsts"]
-        of_cond, of_body, init = operands[:first], operands[first:second], operands[second:]
-        if _has_types(cond, [*of_cond, *init]) and _has_types(body, [*of_body, *init]):
-            return None
-        return list(
-            jax.lax.while_loop(
-                lambda carry: _runs(cond)(*of_cond, *carry)[0],
-                lambda carry: _runs(body)(*of_body, *carry),
-                tuple(init),
-            )
-        )
-    if name == "scan":
-        jaxpr = params["jaxpr"]
-        if "num_consts" in params:
-            consts, carries = params["num_consts"], params["num_carry"]
-        else:
-            of_consts, of_carry, _ = params["ft_in"].update(operands).unpack()
-            consts, carries = len(list(of_consts)), len(list(of_carry))
-        closed, init = operands[:consts], operands[consts : consts + carries]
-        xs = operands[consts + carries :]
-        if _has_types(jaxpr, operands):
-            return None
-
-        def step(carry: Any, x: Any) -> Any:
-            results = _runs(jaxpr)(*closed, *carry, *x)
-            return tuple(results[:carries]), tuple(results[carries:])
-
-        after, ys = jax.lax.scan(
-            step,
-            tuple(init),
-            tuple(xs),
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
-        return [*after, *ys]
-    return None
+    if all(_has_types(jaxpr, xs) for jaxpr, xs in jaxprs.run_by(name, operands, params)):
+        return None
+    return jaxprs.run_anew(name, operands, params, _runs)
 
 
 def _of_solve(params: dict[str, Any], operands: Sequence[Any]) -> Iterator[tuple[Any, list[Any]]]:

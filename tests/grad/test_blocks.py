@@ -248,6 +248,77 @@ def test_a_block_is_compiled_alike_on_every_mesh() -> None:
     assert fused({"x": 1}) == fused({"x": 2}) == alone
 
 
+def test_small_blocks_are_compiled_as_on_a_shard_of_their_own() -> None:
+    """XLA compiles a loop over little data as one function, which rounds otherwise than its parts alone."""
+
+    def fit(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ w) ** 2), w
+
+    def compiled(**options: int) -> str:
+        step = sm.value_and_grad(fit, axis_name="x", **options)
+        mapped = sm.shard_map(step, mesh_of(x=2), (P(), P("x")), ((P(), P()), P()))
+        return mapped.lower(jnp.ones(6), X[:16]).compile().as_text()
+
+    assert "small_call" in compiled(microbatches=4)
+    assert "small_call" not in compiled(blocks=8)
+
+
+def layer(h: Any, w: Any) -> Any:
+    """It takes roots and quotients of what is shared by rows or columns, some more than once."""
+    h = h @ w
+    h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-5)
+    h = jax.nn.softmax(h @ h.T / jnp.sqrt(6.0)) @ h
+    return h / jnp.abs(w).sum() + jax.nn.softmax(h)
+
+
+def in_a_row(w: Any, x: Any) -> Any:
+    return layer(layer(x, w[0]), w[1])
+
+
+def recomputed(w: Any, x: Any) -> Any:
+    again = jax.checkpoint(layer, prevent_cse=False)
+    return again(again(x, w[0]), w[1])
+
+
+def scanned(w: Any, x: Any) -> Any:
+    again = jax.checkpoint(layer)
+    return jax.lax.scan(lambda h, w: (again(h, w), None), x, w)[0]
+
+
+def without_derivative(w: Any, x: Any) -> Any:
+    return x @ w[0] * jax.lax.stop_gradient(layer(x, w[1]))
+
+
+def branched(w: Any, x: Any) -> Any:
+    return jax.lax.cond(x[0, 0] > 0, layer, lambda h, w: layer(-h, w), x, w[0])
+
+
+def repeated(w: Any, x: Any) -> Any:
+    last = jax.lax.while_loop(
+        lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, layer(carry[1], w[0])), (0, x)
+    )
+    return x @ w[1] * jax.lax.stop_gradient(last[1])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [recomputed, scanned, *map(slow, (in_a_row, without_derivative, branched, repeated))],
+    ids=lambda model: model.__name__,
+)
+def test_one_device_rounds_like_several(model: Step) -> None:
+    """XLA merges what is written twice for several devices before it simplifies, and for one it does not."""
+
+    def fit(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(model(w, x)) ** 2), w
+
+    def gradient(size: int) -> list[bytes]:
+        step = sm.value_and_grad(fit, axis_name="x", blocks=8)
+        w = jnp.asarray(np.random.default_rng(2).normal(size=(2, 6, 6)), jnp.float32)
+        return bits(sm.shard_map(step, mesh_of(x=size), (P(), P("x")), ((P(), P()), P()))(w, X))
+
+    assert gradient(1) == gradient(2) == gradient(8)
+
+
 def loops_with(operation: str, text: str) -> list[str]:
     """The fused computations of a compiled program that have an operation, without the names of values."""
     computations = re.findall(r"^%fused_computation.*?^}", text, re.M | re.S)

@@ -1,12 +1,15 @@
 """Whether training runs have the same bits on every number of devices and processes, and what that costs.
 
 python -m tests.scripts.same_bits --steps 200 --out docs/pages/assets/same-bits.svg
+python -m tests.scripts.same_bits --cost
 
 The models are those of `docs/examples`: the classifier of digits, with batch normalisation and dropout, and
-the transformer of characters, in bfloat16. Each run takes a process of its own, or two.
+the transformer of characters, in bfloat16. Each run takes a process of its own, or two. What a step costs is
+measured on the transformer of the benchmarks too, with and without blocks in turn.
 """
 
 import argparse
+import functools
 import hashlib
 import importlib.util
 import json
@@ -26,10 +29,14 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 
 from ..processes import free_port, run_together
+from .benchmarks.peers._case import Case
+from .benchmarks.peers._training import with_statemesh
 
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "docs" / "examples"
 BLOCKS, COUNTS = 8, (1, 2, 4, 8)
+# In place of a number of blocks: both ways in turn, to measure the cost.
+WITH_AND_WITHOUT = -1
 SPECS: dict[str, Any] = {"in_specs": (None, None, P("data")), "out_specs": P()}
 
 
@@ -95,8 +102,8 @@ def text(blocks: int | None) -> tuple[Any, Any, Any, Any]:
 MODELS = {"digits": digits, "text": text}
 
 
-def train(name: str, count: int, blocks: int | None, steps: int) -> dict[str, Any]:
-    """The losses of a training run on so many devices, and a digest of all that it leaves."""
+def prepared(name: str, count: int, blocks: int | None) -> tuple[Any, Any, Any, Any]:
+    """A step of training on so many devices, its model and slots, and the rows of each step."""
     model, loss_fn, optimizer, batch = MODELS[name](blocks)
     # The axis "model" of the transformer's own layers has one device.
     devices = np.array(jax.devices()[:count]).reshape(count, 1)
@@ -110,8 +117,13 @@ def train(name: str, count: int, blocks: int | None, steps: int) -> dict[str, An
         updates, slots = optimizer.update(grads, slots, sm.trainable(model))
         return loss, eqx.apply_updates(model, updates), slots
 
-    mapped = sm.shard_map(step, mesh, **SPECS)
     slots = optimizer.init(sm.trainable(model))
+    return sm.shard_map(step, mesh, **SPECS), model, slots, batch
+
+
+def train(name: str, count: int, blocks: int | None, steps: int) -> dict[str, Any]:
+    """The losses of a training run on so many devices, and a digest of all that it leaves."""
+    mapped, model, slots, batch = prepared(name, count, blocks)
     losses, times = [], []
     for turn in range(steps):
         rows = batch(turn)
@@ -130,6 +142,30 @@ def train(name: str, count: int, blocks: int | None, steps: int) -> dict[str, An
         "bits": hashlib.sha256(b"".join(x.tobytes() for x in losses)).hexdigest()[:16],
         "model": digest.hexdigest()[:16],
         "milliseconds": 1e3 * float(np.median(times[steps // 10 :])),
+    }
+
+
+def cost(name: str, count: int, steps: int) -> dict[str, float]:
+    """What a step takes in milliseconds with `psum` and with blocks, called in turn, and their ratio."""
+    calls: dict[int | None, Any] = {}
+    for blocks in (None, BLOCKS):
+        if name == "transformer":
+            calls[blocks] = with_statemesh(Case(name, "Explicit", count, 0), blocks).step
+        else:
+            mapped, model, slots, batch = prepared(name, count, blocks)
+            calls[blocks] = functools.partial(mapped, model, slots, batch(0))
+    times: dict[int | None, list[float]] = {blocks: [] for blocks in calls}
+    for turn in range(steps + 3):
+        for blocks in list(calls)[:: -1 if turn % 2 else 1]:
+            started = time.perf_counter()
+            jax.block_until_ready(calls[blocks]())
+            times[blocks].append(1e3 * (time.perf_counter() - started))
+    # The first calls compile.
+    plain, blocked = (np.array(times[blocks][3:]) for blocks in (None, BLOCKS))
+    return {
+        "psum": float(np.median(plain)),
+        "blocks": float(np.median(blocked)),
+        "ratio": float(np.median(blocked / plain)),
     }
 
 
@@ -152,7 +188,10 @@ def one(options: list[str]) -> None:
     if process:
         number, port = process
         jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(number))
-    result = train(name, int(count), int(blocks) or None, int(steps))
+    if int(blocks) == WITH_AND_WITHOUT:
+        result = cost(name, int(count), int(steps))
+    else:
+        result = train(name, int(count), int(blocks) or None, int(steps))
     if not process or process[0] == "0":
         pathlib.Path(out).write_text(json.dumps(result))
 
@@ -176,10 +215,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out")
+    parser.add_argument("--cost", action="store_true")
     parser.add_argument("--one", nargs="+")
     options = parser.parse_args()
     if options.one:
         one(options.one)
+        return
+    if options.cost:
+        for name in (*MODELS, "transformer"):
+            for count in COUNTS:
+                result = in_processes(name, count, WITH_AND_WITHOUT, 40, 1)
+                print(
+                    f"{name:11} {count} devices",
+                    *(f"{k} {v:.2f}" for k, v in result.items()),
+                    flush=True,
+                )
         return
     runs: dict[str, Any] = {}
     equal = True

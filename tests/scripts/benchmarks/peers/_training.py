@@ -90,7 +90,7 @@ class Net(sm.Module):
     statistics: dict[str, sm.State]
 
 
-def with_statemesh(case: Case) -> Made:
+def with_statemesh(case: Case, blocks: int | None = None) -> Made:
     model, params, stats, batch = start(case)
 
     def loss_fn(net: Net, x: Any, y: Any) -> Any:
@@ -103,7 +103,7 @@ def with_statemesh(case: Case) -> Made:
         )
 
     def step(net: Net, slots: Any, x: Any, y: Any) -> Any:
-        (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x, y)
+        (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="x", blocks=blocks)(net, x, y)
         updates, slots = OPTIMIZER.update(grads, slots)
         return loss, eqx.apply_updates(net, updates), slots
 
