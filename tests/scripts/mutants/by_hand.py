@@ -10,7 +10,7 @@ CHANGES = (
     (
         "a psum dropped",
         "_axes/_reduction.py",
-        "together(jax.lax.psum, summands, names)",
+        "sums.over_shards(summands, names)",
         "summands",
     ),
     (
@@ -34,13 +34,19 @@ CHANGES = (
     (
         "rows numbered on each shard",
         "_state/_random.py",
-        "shard_index(what, axis_name) * n + jnp.arange(n)",
-        "jnp.arange(n)",
+        "return shard * n + rows",
+        "return rows",
+    ),
+    (
+        "a sum over blocks in another order",
+        "_axes/_ordered.py",
+        "x = x[0::2] + x[1::2]",
+        "x = x[: len(x) // 2] + x[len(x) // 2 :]",
     ),
     (
         "rows numbered in each microbatch",
         "_state/_random.py",
-        "return rows * line.count + line.number",
+        "return (shard * n + rows) * line.count + line.number",
         "return rows",
     ),
     (
