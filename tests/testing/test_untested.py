@@ -252,6 +252,18 @@ def test_calls_that_raise_an_error_by_themselves_are_named(bad: Any, values: str
         check(limited, sm.State(0), 20 * X if bad is too_large else X / 2)
 
 
+def test_nan_is_not_compared_where_the_same_values_without_it_raise() -> None:
+    def limited(x: Any) -> Any:
+        return eqx.error_if(x, too_small(x), "bad numbers")
+
+    mesh = AbstractMesh((2,), ("x",))
+    with pytest.warns(UntestedWarning, match="with generic values, on one device too"):
+        checked = assert_equivalent(
+            limited, (X,), meshes=[mesh], in_specs=P("x"), out_specs=P("x"), gradients=False
+        )
+    assert checked.agreed == ("on mesh x=2", "on mesh x=2 with large values")
+
+
 def test_an_error_that_one_device_does_not_raise_is_raised() -> None:
     def limited(x: Any) -> Any:
         largest = 10 if jax.lax.axis_size("x") > 1 else 1e6
