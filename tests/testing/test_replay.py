@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,6 +142,22 @@ def test_each_shard_prints_and_calls_back_for_itself(capfd: pytest.CaptureFixtur
     lines = capfd.readouterr().out.split()
     expected = [x.sum() for rows in np.split(np.asarray(X), 4) for x in np.split(rows, 2, axis=1)]
     assert sorted(map(float, lines)) == sorted(expected)
+
+
+def test_primitives_of_equinox_see_the_lanes_of_one_shard_only() -> None:
+    def rows(x: Any) -> Any:
+        x = eqxi.nonbatchable(x)
+        largest = eqxi.unvmap_max(x)
+        signs = jnp.stack([eqxi.unvmap_any(x > 5), eqxi.unvmap_all(x > 2)])
+        # Without a `vmap` it takes the first, whatever the predicate says.
+        first = eqxi.select_if_vmap_p.bind(x[0] < 0, x, -x)
+        return x + largest, signs, first
+
+    x = jnp.arange(8)
+    on_devices = sm.shard_map(rows, make_mesh("2"), P("x"), P("x"))
+    emulated = emulate(sm.shard_map(rows, AbstractMesh((2,), ("x",)), P("x"), P("x")), x)
+    for result, expected in zip(emulated, on_devices(x), strict=True):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_collectives_in_a_linear_solve_are_replayed() -> None:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -227,3 +228,46 @@ def test_names_of_nothing_are_refused(leave_out: Any) -> None:
         f"leave_out: {leave_out!r} names nothing in the result. The states are right(...)[1].w, "
         "right(...)[1].mean, right(...)[1].rng, right(...)[1].seen."
     )
+
+
+def too_large(x: Any) -> Any:
+    return x > 10
+
+
+def too_small(x: Any) -> Any:
+    """It is not so of NaN, and of the values of the check only of generic ones."""
+    return jax.lax.psum(x.sum(), "x") < 4
+
+
+@pytest.mark.parametrize(("bad", "values"), [(too_large, "large"), (too_small, "generic")])
+def test_calls_that_raise_an_error_by_themselves_are_named(bad: Any, values: str) -> None:
+    def limited(seen: Any, x: Any) -> Any:
+        return eqx.error_if(x, bad(x), "bad numbers"), seen.set(seen.value + 1)
+
+    (line,) = check(limited, sm.State(0), X)
+    assert line.startswith(f"The function raises an error on mesh x=2 with {values} values, on one")
+    assert "bad numbers" in line
+    # The values of the caller are not left out.
+    with pytest.raises(Exception, match="bad numbers"):
+        check(limited, sm.State(0), 20 * X if bad is too_large else X / 2)
+
+
+def test_nan_is_not_compared_where_the_same_values_without_it_raise() -> None:
+    def limited(x: Any) -> Any:
+        return eqx.error_if(x, too_small(x), "bad numbers")
+
+    mesh = AbstractMesh((2,), ("x",))
+    with pytest.warns(UntestedWarning, match="with generic values, on one device too"):
+        checked = assert_equivalent(
+            limited, (X,), meshes=[mesh], in_specs=P("x"), out_specs=P("x"), gradients=False
+        )
+    assert checked.agreed == ("on mesh x=2", "on mesh x=2 with large values")
+
+
+def test_an_error_that_one_device_does_not_raise_is_raised() -> None:
+    def limited(x: Any) -> Any:
+        largest = 10 if jax.lax.axis_size("x") > 1 else 1e6
+        return eqx.error_if(x, x > largest, "bad numbers")
+
+    with pytest.raises(Exception, match="bad numbers"):
+        check(limited, X)

@@ -21,7 +21,7 @@ from .._program._doubled import Doubled, narrowed, widened
 from .._program._jaxprs import Equation
 from .._program._lines import line_of
 from .._program._literals import lost_literals
-from .._program._numbers import Rounding, numbers
+from .._program._numbers import FEW_RUNS, Rounding, numbers
 from .._program._trace import on_one_device
 from .._types import Args, Numbers, PyTree
 from . import _other_values as values
@@ -140,6 +140,18 @@ class Calls:
         with self.subject.noting(f"for {self.reference.what}"):
             return Chain(self.reference, widened(self.args), self.subject.feed, self.steps)
 
+    def raises_alone(self) -> bool:
+        """Whether the reference raises an error: in double precision, with noise, or in its own dtypes."""
+        reference, feed = self.reference, self.subject.feed
+        try:
+            # A new chain runs all anew: what has raised once may not raise again.
+            Chain(reference, widened(self.args), feed, self.steps).moved("own", FEW_RUNS)
+            call = reference.jitted if reference.is_traced else reference.call
+            chained(call, self.args, self.steps, feed)
+        except Exception:  # Whatever it is.
+            return True
+        return False
+
     def again(self, step: int) -> list[Numbers]:
         """The numbers of a call of the reference in its own dtypes."""
         results = chained(self.reference.jitted, self.args, step + 1, self.subject.feed)
@@ -192,6 +204,8 @@ class Check:
         self.calls_made: CallsMade = []
         # For each line with a loop that was stopped, in which calls it was first.
         self.unended: dict[str, str] = {}
+        # For the calls with values of ours for which the function raises an error by itself, that error.
+        self.raised: dict[str, str] = {}
 
     def run(self) -> None:
         """Compare calls on every mesh; on the last mesh in other ways; and with other values."""
@@ -218,7 +232,8 @@ class Check:
         for calls in usual:
             self._compared(calls)
         for calls in usual:
-            self._later(calls)
+            if calls.label not in self.raised:
+                self._later(calls)
         self._near_thresholds()
         # What a narrow dtype makes of large values is mostly rounding.
         large = values.large(subject.args, subject.keep)
@@ -230,6 +245,8 @@ class Check:
         # What devices make of NaN in `jax.lax.pmax` differs, and is no mistake of the function.
         extreme = self._with("one NaN", with_nan, on_devices=False, extreme=True)
         for calls, without in zip(extreme, usual, strict=True):
+            if without.label in self.raised:
+                continue
             counts = functools.partial(_is_of_nan, without)
             self._compared(dataclasses.replace(calls, counts=counts))
 
@@ -319,6 +336,11 @@ class Check:
             self.headline = f"{f', see {line}' if line else ''}: {off.what} {label}"
             head = f"{call}, compared with {calls.reference.what}:"
             self.failed.append("\n".join([head, *place, *off.lines]))
+        except Exception as error:
+            # A solver raises an error of its own where it does not converge. That says nothing of the mesh.
+            if calls.args is self.subject.args or not calls.raises_alone():
+                raise
+            self.raised[label] = report.of_error(error)
 
     def _compared(self, calls: Calls) -> list[PyTree]:
         """Compare calls on a mesh. They are replayed first: on devices a program that is wrong may hang.
@@ -449,6 +471,7 @@ class Check:
         calls = [subject.programs(on_mesh).of(subject.types) for on_mesh in subject.meshes]
         untaken = self._untaken()
         branches = [words for words, choice in untaken.items() if choice.is_branch]
+        first_raised = {error: label for label, error in reversed(self.raised.items())}
         return Checked(
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
@@ -460,6 +483,7 @@ class Check:
                 *untested(subject, self.calls_made),
                 *map(report.unjudged, self.judge.never_judged),
                 *(report.unended(line, label) for line, label in self.unended.items()),
+                *(report.raised(error, label) for error, label in first_raised.items()),
                 *(f"{words}, so that it is not tested." for words in branches),
             ),
             own_dtype=tuple(sorted(set().union(*(call.own_dtype for call in calls)))),

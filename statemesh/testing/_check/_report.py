@@ -1,6 +1,8 @@
 """The words of a failed check: where in the program it goes wrong, and which results are off."""
 
 import math
+import re
+import textwrap
 from collections.abc import Sequence
 
 from .._errors import short
@@ -11,6 +13,9 @@ from ._judge import Mismatch
 
 UNREDUCED = "    Reduce it (jax.lax.psum, pmean), let a state's `reduce` do it, or name its axes in the spec."
 UNEVEN = "    Some shards would wait in these collectives for others that never come."
+
+# The name and the words of an error at the end of a traceback.
+_OF_CALLBACK = re.compile(r"^(\w*(?:Error|Exception): .*)$", re.MULTILINE)
 
 # So many lines on results that are off; the others are counted.
 MOST_RESULTS = 4
@@ -111,4 +116,19 @@ def unended(line: str, label: str) -> str:
         f"The `while_loop` at {line} was stopped after {MOST_ROUNDS:,} rounds {label}, so that these calls "
         "are not compared on devices, where it may run for ever. Give it a largest number of rounds, and a "
         "tolerance that is relative to its numbers."
+    )
+
+
+def of_error(error: Exception) -> str:
+    """An error that the function of the user raises, in one line."""
+    # A callback's error in a compiled program stands after a traceback, in the text of JAX's error.
+    raised = _OF_CALLBACK.findall(str(error))
+    text = raised[-1] if raised else f"{type(error).__name__}: {error}"
+    return textwrap.shorten(text.splitlines()[0], 100, placeholder=" ...")
+
+
+def raised(error: str, label: str) -> str:
+    return (
+        f"The function raises an error {label}, on one device too, so that these calls are not compared: "
+        f"`{error}`. If other values than yours make no sense, name the argument in `keep`."
     )

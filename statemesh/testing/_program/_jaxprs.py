@@ -32,10 +32,12 @@ CALLS = (
     *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", _LINEAR_SOLVE),
 )
 
-# Equations that say where a value lies, or what its type is.
+# Equations that say where a value lies, what its type is, or what may be done with it.
 _IDENTITIES = (
     *("pvary", "pcast", "reshard", "sharding_constraint", "mesh_cast", "device_put"),
     "layout_constraint",
+    # Those of Equinox refuse transformations, of which the program has none left.
+    *("nontraceable", "nonbatchable", "nondifferentiable_backward"),
 )
 _DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 

@@ -174,7 +174,7 @@ _EXACT = frozenset(
         *("reshape", "broadcast_in_dim", "slice", "gather", "select_n", "concatenate", "transpose"),
         *("squeeze", "rev", "pad", "dynamic_slice", "dynamic_update_slice", "expand_dims", "copy"),
         *("broadcast", "split", "tile", "scatter", "copy_p", "iota", "optimization_barrier"),
-        *("empty", "empty2"),
+        *("empty", "empty2", "select_if_vmap", "maybe_set"),
         *("sort", "top_k", "max", "min", "neg", "abs", "sign", "floor", "ceil", "round", "clamp"),
         *("rem", "reduce_max", "reduce_min", "cummax", "cummin", "stop_gradient", "real", "imag"),
         *("reduce_window_max", "reduce_window_min", "scatter-max", "scatter_max"),

@@ -38,10 +38,12 @@ MOST_ROUNDS = 10_000
 _UNENDED = -1
 _FIRST_SIDE = -2
 
-# Equations whose rule for `vmap` does not do what shards do: it draws other numbers, or calls back only once.
+# Equations whose rule for `vmap` does not do what shards do: it draws other numbers, calls back only once, or
+# joins all lanes (those of Equinox).
 _SHARD_BY_SHARD = (
     *("random_bits", "random_split", "random_fold_in", "rng_bit_generator", "pure_callback"),
     *("io_callback", "ffi_call"),
+    *("unvmap_any", "unvmap_all", "unvmap_max", "select_if_vmap"),
 )
 _SAFE_KEYS = ("fry", "threefry2x32")
 
