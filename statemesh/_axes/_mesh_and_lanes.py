@@ -21,6 +21,7 @@ from .._base._errors import StatemeshError, quoted
 from .._base._types import NO_AXES, Axes, AxisName, PyTree, SeveralAxes, flat_names
 from .._jax import _compat as compat
 from .._jax._jaxprs import Rule
+from .._jax._lifting import over_lanes
 from ._joined import AnyArray, largest, largest_entry, smallest, smallest_entry, together
 
 
@@ -141,6 +142,23 @@ def total(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
         value = jax.tree.map(partial(_lane_total, name), value)
     others = tuple(name for name in axis_names if name not in lanes)
     return jax.lax.psum(all_varying(value, others), others) if others else value
+
+
+def _as_jax(reduce: Callable[..., list[AnyArray]]) -> Callable[..., PyTree]:
+    """A reduction of a tree over lanes, one value for all of them, as libraries expect it of JAX's own."""
+
+    def of_tree(tree: PyTree, lanes: Sequence[AxisName]) -> PyTree:
+        def of_leaf(x: AnyArray) -> AnyArray:
+            # A derivative that is taken in each lane needs copies, and one of all lanes does not.
+            copies = reduce is psum and compat.is_derived_in_lanes(x)
+            return total(x, lanes) if copies else reduce([x], lanes)[0]
+
+        return jax.tree.map(lambda x: of_leaf(jnp.asarray(x)), tree)
+
+    return of_tree
+
+
+over_lanes.update({reduce.__name__: _as_jax(reduce) for reduce in (psum, pmax, pmin)})
 
 
 def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:

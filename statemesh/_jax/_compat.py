@@ -315,6 +315,16 @@ def is_batched(x: Leaf) -> bool:
     return any(hasattr(layer, "batch_dim") for layer in layers(x))
 
 
+def is_derived_in_lanes(x: Leaf) -> bool:
+    """Whether an eager derivative within the lanes of a `vmap` traces `x`, or may do so."""
+    each = [layer for layer in layers(x) if is_tracer(layer)]
+    derived = [hasattr(layer, "primal") for layer in each]
+    batched = [hasattr(layer, "batch_dim") for layer in each]
+    if not any(batched):
+        return is_tracer(x)
+    return any(derived[: len(batched) - batched[::-1].index(True)])
+
+
 def concrete_value(x: Leaf) -> Leaf:
     """The array inside the tracers of eager transformations, with all lanes of a `vmap`; else no array."""
     *_, innermost = layers(x)

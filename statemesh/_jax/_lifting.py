@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._base._errors import StatemeshError, error_listing
 from .._base._libraries import OWN_FOLDER, is_library, shown
-from .._base._types import NO_AXES, Axes, Fun, Leaf, PyTree
+from .._base._types import NO_AXES, Axes, AxisName, Fun, Leaf, PyTree, flat_names
 from . import _compat as compat
 from . import _jaxprs as jaxprs
 from ._compat import core, tree_util
@@ -72,6 +72,7 @@ _count = 0
 _REFUSALS = re.compile(
     r"manual axis types do not match|varying manual axes|to='varying'|invariant->variant"
     r"|variant->invariant|manual axis type|cotangent type .*\{V:|called under jax.shard_map"
+    r"|can only accept axis_name which corresponds to"
 )
 
 
@@ -696,6 +697,11 @@ class _Wrappers:
             self._add(
                 functools.partial(setattr, cell, "cell_contents"), wrapper, cell.cell_contents
             )
+        for name in ("psum", "pmax", "pmin"):
+            # `jax.lax.pmean` calls the one of its module.
+            reduction = getattr(jax.lax, name)
+            for scope in (vars(jax.lax), reduction.__globals__):
+                self._add(functools.partial(scope.__setitem__, name), _reduced, reduction)
         accum = _src_ad.ValAccum
         self._add(functools.partial(setattr, accum, "accum"), _accum, accum.accum)
         struct = jax.ShapeDtypeStruct
@@ -757,6 +763,29 @@ def _untyped(aval: Any) -> Any:
 def _cell(fun: Any) -> Any:
     """The cell that holds what a function of JAX's interface wraps."""
     return fun.__closure__[fun.__code__.co_freevars.index("fun")]
+
+
+# What `psum`, `pmax` and `pmin` of a tree are over lanes of a `vmap` inside a checked `shard_map`. Those of
+# JAX fail there, and the module of collectives over lanes puts its own here.
+over_lanes: dict[str, Callable[[PyTree, tuple[AxisName, ...]], PyTree]] = {}
+
+
+def _reduced(original: Any, x: Any, axis_name: Any, **kwargs: Any) -> Any:
+    """A reduction over lanes of a `vmap`, or over mesh axes, of which a leaf may vary over some only."""
+    names = flat_names(axis_name)
+    on_mesh = compat.manual_axes(jax.sharding.get_abstract_mesh()).intersection(names)
+    lanes = tuple(name for name in names if name not in on_mesh)
+    arrays = [leaf for leaf in tree_util.tree_leaves(x) if isinstance(leaf, jax.Array)]
+    # Of a number JAX knows the result.
+    if kwargs.get("axis_index_groups") is not None or not arrays:
+        return original(x, axis_name, **kwargs)
+    if lanes:
+        x = over_lanes[original.__name__](x, lanes)
+    if not on_mesh:
+        return x
+    varies = bool(_all_axes(arrays) & on_mesh)
+    cast = jax.tree.map(lambda leaf: _vary(leaf, on_mesh), x) if varies else x
+    return original(cast, tuple(name for name in names if name in on_mesh), **kwargs)
 
 
 def _with_key(original: Any, name: str, key: Any, *args: Any) -> Any:

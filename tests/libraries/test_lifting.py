@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -267,7 +268,7 @@ def test_what_is_taken_from_the_interior_of_jax_is_there() -> None:
     assert "random_insert_pvary" in inspect.unwrap(jax.random.gamma).__globals__
     wrappers = lifting._Wrappers()
     wrappers.prepare()
-    assert len(wrappers.replaced) == 14
+    assert len(wrappers.replaced) == 20
     for module in (lifting._src_derivatives, lifting._src_api):
         assert module.core is lifting._src_core
     assert callable(lifting._src_ad.ValAccum.accum)
@@ -296,3 +297,84 @@ def test_the_equivalence_check_names_the_line_of_a_loop() -> None:
             shares_its_total, (X, 2.0), meshes=[{"x": 2}], in_specs=(P("x"), P()), out_specs=P("x")
         )
     assert "with jax.lax.psum(..., 'x')" in str(raised.value)
+
+
+# Lanes of a `vmap`, over which a library reduces by JAX's own functions
+
+
+class Normalized(eqx.Module):
+    dense: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, axis_name: Any, mode: Any) -> None:
+        self.dense = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+        self.norm = eqx.nn.BatchNorm(3, axis_name, mode=mode)
+
+    def __call__(self, x: Any, state: Any) -> Any:
+        h, state = self.norm(self.dense(x), state)
+        return jnp.tanh(h), state
+
+
+@pytest.mark.parametrize("mode", ["batch", pytest.param("ema", marks=pytest.mark.slow)])
+def test_batch_norm_of_equinox_runs_with_its_own_state(mode: str) -> None:
+    """Statistics over the rows of all shards, and the gradient through them, are those of one device."""
+    rows = jnp.sin(jnp.arange(64.0)).reshape(16, 4)
+
+    def loss(net: Any, state: Any, rows: Any) -> Any:
+        batched = jax.vmap(net, axis_name="rows", in_axes=(0, None), out_axes=(0, None))
+        h, state = batched(rows, state)
+        return (h**2).mean(), state
+
+    gradient: Any = eqx.filter_value_and_grad(loss, has_aux=True)
+
+    def shard(net: Any, state: Any, rows: Any) -> Any:
+        (value, state), grads = gradient(net, state, rows)
+        # The shards' gradients are summed.
+        return jax.lax.pmean(value, "x"), state, jax.tree.map(lambda x: x / 4, grads)
+
+    compiled: Any = eqx.filter_jit(gradient)
+    made: Any = eqx.nn.make_with_state(Normalized)
+    net, state = made("rows", mode)
+    for _ in range(2):
+        (value, state), grads = compiled(net, state, rows)
+    wanted = (value, state, grads)
+
+    net, state = made(("rows", "x"), mode)
+    step = sm.shard_map(shard, make_mesh("4"), (P(), P(), P("x")), (P(), P(), P()))
+    for _ in range(2):
+        value, state, grads = step(net, state, rows)
+    for got, want in zip(
+        jax.tree.leaves((value, state, grads)), jax.tree.leaves(wanted), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def reduced(x: Any, axis_name: Any) -> Any:
+    """A loss of one row, as a library would reduce it over all."""
+    mean, largest = lax.pmean(jnp.sin(x), axis_name), lax.pmax(lax.stop_gradient(x), axis_name)
+    return (x - mean) ** 3 / (1 + largest) + lax.psum(1, axis_name) * x
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["of all rows", "of each row"])
+def test_reductions_over_rows_and_shards_have_the_gradients_of_one_device(is_inside: bool) -> None:
+    """Each row differentiates its own loss, where others contribute too; or all rows together."""
+
+    def gradient(x: Any, axis_name: Any) -> Any:
+        if is_inside:
+            return jax.vmap(jax.grad(lambda x: reduced(x, axis_name)), axis_name="rows")(x)
+        return jax.grad(
+            lambda x: jax.vmap(lambda x: reduced(x, axis_name), axis_name="rows")(x).sum()
+        )(x)
+
+    with lifting.lifting():
+        over_shards = jax.jit(
+            jax.shard_map(
+                lambda x: gradient(x, ("rows", "x")),
+                mesh=make_mesh("2"),
+                in_specs=P("x"),
+                out_specs=P("x"),
+            )
+        )(X)
+    np.testing.assert_allclose(
+        over_shards, jax.jit(gradient, static_argnums=1)(X, "rows"), rtol=2e-5
+    )
