@@ -219,7 +219,7 @@ class Instance:
     ) -> str | None:
         """The text of `error` with a hint, if a part of a parameter, or a replicated state, met other data.
 
-        JAX must have raised the error, and the sizes must say that a state is whole where data is split.
+        JAX must have raised the error, and name both sizes: one of what is whole and one of what is split.
         """
         if type(error) not in (TypeError, ValueError) or not compat.raised_by_jax(error):
             return None
@@ -265,7 +265,10 @@ class Instance:
             for state in entered
             for unit, part, placement in parts
             if any(
-                not placed.axis_names and whole > length and whole in x.shape
+                not placed.axis_names
+                and whole > length
+                and whole in x.shape
+                and named.issuperset((length, whole))
                 for length, whole in split_axes(part, placement)
                 for x, placed in zip(leaves_of(state.old), state.placements, strict=True)
             )

@@ -449,6 +449,9 @@ MISTAKES: Mistakes = {
     "result with too few axes": lambda: call(lambda m, x: (x.sum(), m))(net(), X),
     "no spec for a result that is an array": lambda: call(out_specs=(P("x"), None))({"w": X}, X),
     "whole state beside split data": lambda: call(lambda m, x: (x * m.w.value, m))(net(), X),
+    "another error of JAX beside a whole state": lambda: call(
+        lambda m, x: (jax.tree.map(jnp.add, [x], (x,)), m)
+    )(net(), X),
     "one of two models returned by a cond": one_of_two_models_returned_by_a_cond,
     "policies that give several values": [
         lambda: call(
