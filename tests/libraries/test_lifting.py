@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -297,6 +298,20 @@ def test_the_equivalence_check_names_the_line_of_a_loop() -> None:
             shares_its_total, (X, 2.0), meshes=[{"x": 2}], in_specs=(P("x"), P()), out_specs=P("x")
         )
     assert "with jax.lax.psum(..., 'x')" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_loops_in_nested_maps_start_from_one_copy(kind: AxisType) -> None:
+    def inner(x: Any) -> Any:
+        return refused(x).sum()[None]
+
+    def outer(x: Any) -> Any:
+        parts = sm.shard_map(inner, in_specs=P("y"), out_specs=P("y"), axis_names={"y"})
+        return parts(refused(x))
+
+    mapped = sm.shard_map(outer, make_mesh("2x2", kind), P("x"), P("x"), axis_names={"x"})
+    # The halves of [0, 0, 1, 3] and [0, 4, 9, 15], each cumulated once more and summed.
+    np.testing.assert_array_equal(mapped(X), [0, 1, 0, 9])
 
 
 # Lanes of a `vmap`, over which a library reduces by JAX's own functions
