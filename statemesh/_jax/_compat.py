@@ -12,13 +12,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .._base._checks import is_key
 from .._base._types import NO_AXES, Array, Axes, AxisName, Leaf, PyTree, flat_names
 
 
@@ -77,7 +77,7 @@ def optimization_barrier(arrays: Sequence[Array]) -> list[Array]:
     has a barrier of its own.
     """
     results = list(arrays)
-    plain = [k for k, x in enumerate(arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    plain = [k for k, x in enumerate(arrays) if not is_key(x)]
 
     def behind(at: list[int]) -> None:
         for k, x in zip(at, jax.lax.optimization_barrier([arrays[k] for k in at]), strict=True):
@@ -317,12 +317,13 @@ def is_batched(x: Leaf) -> bool:
 
 def is_derived_in_lanes(x: Leaf) -> bool:
     """Whether an eager derivative within the lanes of a `vmap` traces `x`, or may do so."""
-    each = [layer for layer in layers(x) if is_tracer(layer)]
-    derived = [hasattr(layer, "primal") for layer in each]
-    batched = [hasattr(layer, "batch_dim") for layer in each]
-    if not any(batched):
-        return is_tracer(x)
-    return any(derived[: len(batched) - batched[::-1].index(True)])
+    derived = False
+    for layer in layers(x):
+        if hasattr(layer, "batch_dim") and derived:
+            return True
+        derived |= hasattr(layer, "primal")
+    # A tracer of a jaxpr does not show what is done to the jaxpr later.
+    return is_tracer(x) and not is_batched(x)
 
 
 def concrete_value(x: Leaf) -> Leaf:

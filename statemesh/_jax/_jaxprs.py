@@ -540,11 +540,6 @@ def run_anew(
     (jaxpr, given), *others = run_by(name, operands, params)
     if name in CALLS:
         fun = runs(jaxpr)
-        if params.get("differentiated"):
-            # What is computed once more for a derivative. JAX lowers it so, to keep it from being merged with
-            # the first time.
-            kept_apart = compat.optimization_barrier(given) if params["prevent_cse"] else given
-            return list(fun(*kept_apart))
         if "policy" in params:
             again = jax.checkpoint(fun, policy=params["policy"], prevent_cse=params["prevent_cse"])
             return list(again(*given))

@@ -58,7 +58,11 @@ def _run(
 
     def outputs_of(eqn: Equation, operands: list[Any]) -> list[Any]:
         name, params, primitive = eqn.primitive.name, eqn.params, eqn.primitive
-        if name in ("jit", "pjit") or _runs_in_place(eqn):
+        is_recomputed = params.get("differentiated", False)
+        if name in ("jit", "pjit") or is_recomputed:
+            if is_recomputed and params["prevent_cse"]:
+                # JAX lowers it so too. What runs again for a derivative is not merged with the first time.
+                operands = compat.optimization_barrier(operands)
             (inner,) = jaxprs_of(eqn)
             return _run(inner, consts_of(eqn), operands, made)
         if run_by(name, operands, params):
@@ -89,11 +93,6 @@ def _run(
 def _in_a_program_of_its_own(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
     """A loop's or a branch's jaxpr as a function."""
     return lambda *operands: _run(open_jaxpr(jaxpr), getattr(jaxpr, "consts", ()), operands, {})
-
-
-def _runs_in_place(eqn: Equation) -> bool:
-    """Whether an equation computes again for a derivative what may be merged with the first time."""
-    return bool(eqn.params.get("differentiated")) and not eqn.params["prevent_cse"]
 
 
 def _needed(jaxpr: Jaxpr) -> list[Equation]:

@@ -244,7 +244,7 @@ def test_no_function_makes_shards_or_gradients_wrong_in_silence(kind: AxisType) 
     first = 0 if kind is AxisType.Auto else STEP // 2
     found = sweep(dict.fromkeys([*LOSERS[kind], *[*public_functions()][first::STEP]]), kind)
     assert not wrong(found)
-    assert Counter(found.inside.values())["equal"] > 10
+    assert Counter(found.inside.values())["equal"] > 20
     assert {name.split()[0] for name in found.losing} >= {*LOSERS[kind]} & {*public_functions()}
     assert set(found.untried) <= UNTRIED
 

@@ -27,13 +27,16 @@ from .programs import PROGRAMS, Program, table
 
 
 ROOT = Path(__file__).parents[2]
-# They take seconds, and need one of each thing that the check was taught for other libraries.
+# Of these the check takes seconds.
 HELD = (
     "jax: `scan` that starts at zeros",
+    "jax: `fori_loop` that rotates its carry",
     "jax: `cond` with a constant in one branch",
     "jax: `checkpoint` of a loop in a loop",
     "jax: the gradient of exact `gelu`",
+    "jax: the gradients of `erf` and `ndtri`",
     "jax: `associative_scan`",
+    "jax: a gradient by forward mode with a basis of its own",
 )
 LONG = {
     "diffrax: Kvaerno5",

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 
 from ..processes import free_port, run_together
-from .benchmarks.peers._case import Case
+from .benchmarks.peers._case import Case, timed
 from .benchmarks.peers._training import with_statemesh
 
 
@@ -157,9 +157,8 @@ def cost(name: str, count: int, steps: int) -> dict[str, float]:
     times: dict[int | None, list[float]] = {blocks: [] for blocks in calls}
     for turn in range(steps + 3):
         for blocks in list(calls)[:: -1 if turn % 2 else 1]:
-            started = time.perf_counter()
-            jax.block_until_ready(calls[blocks]())
-            times[blocks].append(1e3 * (time.perf_counter() - started))
+            seconds, _ = timed(calls[blocks])
+            times[blocks].append(1e3 * seconds)
     # The first calls compile.
     plain, blocked = (np.array(times[blocks][3:]) for blocks in (None, BLOCKS))
     return {

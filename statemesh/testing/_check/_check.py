@@ -148,7 +148,7 @@ class Calls:
             Chain(reference, widened(self.args), feed, self.steps).moved("own", FEW_RUNS)
             call = reference.jitted if reference.is_traced else reference.call
             chained(call, self.args, self.steps, feed)
-        except Exception:  # Whatever it is.
+        except Exception:  # Whatever the user's function raises, or a library in it.
             return True
         return False
 

@@ -131,8 +131,8 @@ def _with_literals(
     def number(atom: Any) -> Numbers | None:
         if not is_literal(atom):
             return handed.get(atom)
-        own = np.asarray(atom.val, _dtype(atom))
-        return numbers.get(id(atom), _as(own, promoted(own.dtype)))
+        literal = np.asarray(atom.val, _dtype(atom))
+        return numbers.get(id(atom), _as(literal, promoted(literal.dtype)))
 
     for eqn in jaxpr.eqns:
         operands = list(map(number, eqn.invars))

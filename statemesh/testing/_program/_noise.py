@@ -251,16 +251,16 @@ class Noisy(Promoted):
         self.seed = noise[2].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
     def literal(self, atom: Any) -> AnyLeaf:
-        own = OwnDtypes.literal(self, atom)
+        literal = OwnDtypes.literal(self, atom)
         known = self.exact.of(atom)
-        x = own if known is None else known
+        x = literal if known is None else known
         wide = self.value(x)
         if is_inexact(x.dtype) and (str(x.dtype), float(np.real(x))) in self.rounded:
             wide = self._off(wide, roundoff(x.dtype), "literal")
         if known is None:
             return wide
         # The dtype of the program makes the same of it in every run.
-        return jnp.where(self.in_own_dtypes, self.value(own), wide)
+        return jnp.where(self.in_own_dtypes, self.value(literal), wide)
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         run = super().bind
