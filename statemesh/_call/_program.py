@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -16,10 +16,17 @@ import numpy as np
 
 from .._axes._differing import check_exchanges, check_gradients
 from .._base import _errors as errors
-from .._base._checks import is_inexact
-from .._base._errors import StatemeshError, axes_argument, error_listing, shortened
+from .._base._checks import is_inexact, is_key
+from .._base._errors import (
+    StatemeshError,
+    axes_argument,
+    error_listing,
+    first_items,
+    shortened,
+    spec_str,
+)
 from .._base._specs import Placement
-from .._base._trees import has_packed
+from .._base._trees import describe, has_packed, path_str
 from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef, Sharding
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
@@ -44,7 +51,7 @@ from ._packed import Packing, RunInstance
 from ._per_shard import Instance
 from ._rules import Declared, Rules
 from ._tracing import FromTypes, Lost, TypesLost
-from ._write_back import WriteBack, picker
+from ._write_back import Output, WriteBack, is_source, picker
 
 
 # So often a call like the last ones may be refused before we stop asking. JAX forgets programs when it is
@@ -222,6 +229,8 @@ class Program:
         """
         if not self.declared.jit or compat.jit_disabled():
             outputs, back = self.steps(*ready)
+            if isinstance(self.layout.varying(), FromTypes):
+                _check_copies(self.declared.name, outputs, back)
         else:
             compiled, spared = self._compiled or self._compile(ready, ANY_CALL)
             ready = spared(ready)
@@ -288,6 +297,10 @@ class Program:
         """
         if not recorded:
             self._check_trace(lambda: self.plain.trace(*inputs, ANY_CALL))
+            if not self.declared.jit:
+                # The trace finds what types lose, and `steps` knows it from then on.
+                with suppress(*compat.NEEDS_VALUES):
+                    self.plain.trace(*inputs, ANY_CALL)
         if recorded or not self.declared.jit:
             outputs, back = self.steps(*inputs)
         else:
@@ -526,6 +539,42 @@ def _types_lost(name: str, lost: Lost) -> StatemeshError:
         f"Write `jax.lax.pcast(value, {axes!r}, to='varying')` for all that enters and leaves these calls, "
         "and for the values with which loops begin that carry what they return.",
     )
+
+
+def _check_copies(name: str, outputs: Sequence[Leaf], back: WriteBack) -> None:
+    """Refuse results that are to be one copy, of which devices hold different ones.
+
+    What runs operation by operation has no program that is walked, and JAX's types lose some differences.
+    """
+    differ = []
+    for key_path, source in tree_util.tree_leaves_with_path(back.result, is_leaf=is_source):
+        # What is unreduced is the parts of a sum.
+        if not isinstance(source, Output) or back.placements[source.index].spec.unreduced:
+            continue
+        first: dict[str, jax.Shard] = {}
+        for shard in outputs[source.index].addressable_shards:
+            usual = first.setdefault(repr(shard.index), shard)
+            if _bytes(usual.data) != _bytes(shard.data):
+                spec = spec_str(back.placements[source.index].spec)
+                what = f"{path_str(key_path, f'{name}(...)')}: {describe(outputs[source.index])}, spec {spec}"
+                differ.append(
+                    f"{what}, of which {usual.device} and {shard.device} hold different copies"
+                )
+                break
+    if differ:
+        raise error_listing(
+            StatemeshError,
+            f"{name}: results that leave as one copy differ between shards",
+            first_items(differ),
+            "JAX's types say that they are the same, and are all that is known with jit=False or "
+            "`jax.disable_jit`. They lose what differs in `jnp.argsort`, in callbacks, and in loops and "
+            "branches whose predicate differs. Leave jit=False out: what is compiled is followed whatever "
+            "the types say.",
+        )
+
+
+def _bytes(x: jax.Array) -> bytes:
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes()
 
 
 def _of_call(steps: Callable[..., Result], one_shape: bool) -> Callable[..., Result]:

@@ -285,10 +285,7 @@ class FromTypes:
             looks_for_lost = bool(self.meshes) and not self.stay_lost
             before = len(compat.recorded_equations()) if looks_for_lost else 0
             if typing := typed_right.active():
-                traced = trace(fun, operands, compat.TypedRight(typed_right.names()), links)
-                with typed_right.typing_right(frozenset()):  # The casts are in it.
-                    outputs = self._as_typed(jaxprs.run_jaxpr(traced.closed, traced.arguments))
-                result = traced.skeleton.filled(outputs)
+                result, outputs = self._typed_right(fun, operands, links)
             elif is_asked:
                 traced = trace(fun, operands, None, links)
                 outputs = jaxprs.run_jaxpr(traced.closed, traced.arguments)
@@ -299,6 +296,9 @@ class FromTypes:
             if looks_for_lost:
                 self._find_lost(outputs, compat.recorded_equations()[before:], typing)
             return result
+        if typed_right.active():
+            # An earlier trace has found what types lose.
+            return self._typed_right(fun, operands, links)[0]
         # With `jit=False` it runs operation by operation, for someone who debugs it. It is traced too only if
         # anyone asks for what its program shows.
         with looking_for_left() as left:
@@ -315,6 +315,15 @@ class FromTypes:
         if is_asked:
             self.shown.update(_by_identity(outputs, all_axes(jaxpr, typed)))
         return result
+
+    def _typed_right(
+        self, fun: Fun, operands: Sequence[PyTree], links: Links | None
+    ) -> tuple[PyTree, list[Array]]:
+        """What a function makes, traced with right types, and the arrays in it."""
+        traced = trace(fun, operands, compat.TypedRight(typed_right.names()), links)
+        with typed_right.typing_right(frozenset()):  # The casts are in it.
+            outputs = self._as_typed(jaxprs.run_jaxpr(traced.closed, traced.arguments))
+        return traced.skeleton.filled(outputs), outputs
 
     def _find_lost(
         self, outputs: Sequence[Array], equations: Sequence[Equation], typing: frozenset[Any]

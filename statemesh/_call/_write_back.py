@@ -70,7 +70,7 @@ class WriteBack:
         merged: Sequence[Merged] = (),
     ) -> None:
         self.result = result
-        sources = tree_util.tree_leaves(result, is_leaf=_is_source)
+        sources = tree_util.tree_leaves(result, is_leaf=is_source)
         self.placements = tuple(placements)
         self.rewritten = tuple(rewritten)
         self.written = tuple(written)
@@ -78,7 +78,7 @@ class WriteBack:
         self.merged = tuple(merged)
         self.forwarded = frozenset(s.index for s in sources if isinstance(s, Forwarded))
         units, treedef = tree_util.tree_flatten(
-            result, is_leaf=lambda node: _is_source(node) or _is_plain(node)
+            result, is_leaf=lambda node: is_source(node) or _is_plain(node)
         )
         self._unflatten = treedef.unflatten
         # Most states are one array and metadata. Those are put together all at once; everything
@@ -127,12 +127,12 @@ class WriteBack:
         return self._unflatten(units if self._order is None else self._order(units))
 
 
-def _is_source(node: object) -> bool:
+def is_source(node: object) -> bool:
     return isinstance(node, Output | Forwarded | Static)
 
 
 def _is_plain(node: object) -> bool:
-    return isinstance(node, State) and is_plain(type(node)) and _is_source(node.value)
+    return isinstance(node, State) and is_plain(type(node)) and is_source(node.value)
 
 
 def picker(indices: list[int], count: int) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh._jax import _typed_right as typed_right
-from tests.helpers import counted, make_mesh
+from tests.helpers import counted, make_mesh, slow
 
 
 ROWS = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
@@ -133,6 +133,35 @@ def test_what_the_user_has_cast_is_traced_once(expected: Any) -> None:
     fun, count = counted(inside)
     assert_right({"argsort": mapped(fun)(WEIGHTS, ROWS)}, expected)
     assert count.times == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["argsort", "callback", "in jit", slow("while"), slow("cond"), slow("in scan")]
+)
+def test_without_compiling_they_are_right_or_refused(name: str, expected: Any) -> None:
+    def options() -> Any:
+        return {"mesh": make_mesh("4"), "in_specs": (None, P("x")), "jit": False}
+
+    def inside(w: Any, x: Any) -> Any:
+        return gradients({name: LOSSES[name]}, x[0], w)
+
+    def total(w: Any, x: Any) -> Any:
+        return {name: lax.psum(LOSSES[name](w, x[0]), "x")}
+
+    around = jax.jacrev(sm.shard_map(total, out_specs=P(), **options()))
+    assert_right(around(WEIGHTS, ROWS), expected)
+    fun = sm.shard_map(inside, out_specs=P(), **options())
+    if name == "in scan":  # The types of its carry are those of `x`, so JAX sums.
+        assert_right(fun(WEIGHTS, ROWS), expected)
+    else:
+        with pytest.raises(sm.StatemeshError, match="leave as one copy differ between shards"):
+            fun(WEIGHTS, ROWS)
+        with jax.disable_jit(), pytest.raises(sm.StatemeshError, match="leave as one copy differ"):
+            mapped(inside)(WEIGHTS, ROWS)
+    # What is right is not refused: not the parts of a sum, nor equal keys, nor NaN.
+    keys = lambda w, x: (jax.random.split(w), jnp.nan * lax.psum(x, "x"), lax.psum(x, "x"))
+    made = sm.shard_map(keys, out_specs=P(), **options())(jax.random.key(1), ROWS)
+    np.testing.assert_allclose(made[2], ROWS.sum(axis=0, keepdims=True), rtol=1e-5)
 
 
 def test_nothing_else_is_typed_otherwise() -> None:

@@ -439,6 +439,11 @@ MISTAKES: Mistakes = {
         branches_that_write_differently,
     ],
     "many states that differ": many_states_that_differ(),
+    "copies that differ where nothing is compiled": lambda: call(
+        lambda x: {"order": jnp.argsort(x * (x[0] - 3))},
+        *(None, P("x"), {"order": P()}),
+        jit=False,
+    )(X),
     "result that varies": [
         lambda: call(lambda m, x: ({"loss": x.sum(), "y": x}, m), out_specs=(P(), P()))(net(), X),
         lambda: call(
