@@ -83,6 +83,9 @@ def is_refusal(error: BaseException) -> bool:
         # Outside of a trace JAX has taken its frames out of the traceback, so only the text tells.
         if _REFUSALS.search(str(at)) and "from=varying" not in str(at):
             return True
+        # A collective over the lanes of a `vmap` fails without a word.
+        if isinstance(at, AssertionError) and not at.args and compat.raised_by_jax(at):
+            return True
         at = at.__cause__
     return False
 

@@ -1,0 +1,271 @@
+"""Runs the cells of some rows, and judges what they give."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import jaxpr_as_fun
+
+import statemesh as sm
+
+from ._cells import TYPE, Cell, Results, cells, context, reference, reference_of_collective
+from ._columns import NoDerivative, has_derivative
+from ._rows import COLLECTIVES, SHARDS, Row
+
+
+Outcome = Literal["right", "refused", "raw", "wrong", "none"]
+
+# So many programs are compiled as one, which is faster than each on its own.
+_TOGETHER = 60
+# Each program runs once.
+_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# By how much operands are moved, to see by how much the results move.
+_MOVED = 1e-10
+_EPS = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
+# An error that says what to write. One that advises to turn a check off does not.
+_ADVICE = ("pcast", "pvary", "out_sharding", "reshard", "auto_axes", "explicit_axes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What came of a cell.
+
+    **Attributes:**
+
+    - `outcome`: `"none"` where a function has no such column on one device.
+    - `says`: the error, or by how much a result is off.
+    """
+
+    mode: str
+    column: str
+    split: str
+    outcome: Outcome
+    says: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Right:
+    """What is right, by how much rounding may move it, and for a shard what each gives."""
+
+    results: Results
+    moved: Results
+    eps: float
+
+
+def run(rows: Mapping[str, Row], modes: Sequence[str]) -> dict[str, list[Judged]]:
+    """By the name of a row what came of its cells."""
+    made = {name: list(cells(row, modes)) for name, row in rows.items()}
+    known = _references(rows, made)
+    found: dict[str, list[Judged]] = {name: [] for name in rows}
+    for mode in modes:
+        waiting = [
+            (name, cell) for name, each in made.items() for cell in each if cell.mode == mode
+        ]
+        with context(mode):
+            outcomes = _compiled([(cell.fun, cell.operands) for _, cell in waiting])
+        for (name, cell), outcome in zip(waiting, outcomes, strict=True):
+            found[name].append(_judged(name, cell, outcome, known, found[name]))
+    return found
+
+
+# The key of a reference: the row, the column and the operands.
+_Key = tuple[str, str, tuple[Any, ...]]
+
+
+def _keys(name: str, cell: Cell) -> list[_Key]:
+    if name in COLLECTIVES:
+        return [(name, cell.reference, cell.shards)]
+    return [(name, cell.reference, draws) for draws in cell.shards]
+
+
+def _references(
+    rows: Mapping[str, Row], made: Mapping[str, Sequence[Cell]]
+) -> dict[_Key, "_Right | None"]:
+    """What is right; `None` where it raises on one device."""
+    keys = list(
+        dict.fromkeys(k for name, each in made.items() for cell in each for k in _keys(name, cell))
+    )
+    pairs = []
+    for name, column, draws in keys:
+        row = rows[name]
+        if name in COLLECTIVES:
+            each = [[row.drawn(d)[k] for k, d in enumerate(one)] for one in draws]
+            operands = [jnp.stack(xs) for xs in zip(*each, strict=True)]
+            of = reference_of_collective
+        else:
+            operands = [row.drawn(d)[k] for k, d in enumerate(draws)]
+            of = reference
+        fun = lambda *operands, of=of, row=row, column=column: of(row, column, operands)
+        pairs.append((fun, operands))
+    exact = _compiled(pairs)
+    moved = _compiled([(fun, list(map(_slightly_moved, xs))) for fun, xs in pairs])
+    right: dict[_Key, _Right | None] = {}
+    for key, one, other, (fun, operands) in zip(keys, exact, moved, pairs, strict=True):
+        if isinstance(one, Exception) or isinstance(other, Exception):
+            right[key] = None
+            continue
+        differ = [_difference(a, b) for a, b in zip(one, other, strict=True)]
+        right[key] = _Right(one, differ, _roundoff(fun, operands))
+    return right
+
+
+def _slightly_moved(x: Array) -> Array:
+    if not has_derivative(x):
+        return x
+    return x * (1 + _MOVED * jnp.cos(jnp.arange(x.size))).reshape(x.shape).astype(x.dtype)
+
+
+def _roundoff(fun: Callable[..., Any], operands: Sequence[Array]) -> float:
+    """That of the narrowest floats in a program."""
+    dtypes = set(
+        re.findall(r"\b(f64|c128|f32|c64|f16|bf16|f8\w*)\[", str(jax.make_jaxpr(fun)(*operands)))
+    )
+    return max((_EPS.get(dtype, 0.125) for dtype in dtypes), default=_EPS["f64"])
+
+
+def _compiled(
+    pairs: Sequence[tuple[Callable[..., Results], Sequence[Array]]],
+) -> list[Results | Exception]:
+    """What functions give, or the error that each raises. Many are compiled as one program."""
+    outcomes: list[Any] = []
+    traced: list[tuple[int, Any, Sequence[Array]]] = []
+    for k, (fun, operands) in enumerate(pairs):
+        try:
+            traced.append((k, jax.jit(fun).trace(*operands).jaxpr, operands))
+            outcomes.append(None)
+        except Exception as error:
+            outcomes.append(error)
+    for start in range(0, len(traced), _TOGETHER):
+        _run_together(traced[start : start + _TOGETHER], outcomes)
+    return outcomes
+
+
+def _run_together(traced: Sequence[tuple[int, Any, Sequence[Array]]], outcomes: list[Any]) -> None:
+    if not traced:
+        return
+
+    def together(inputs: list[list[Array]]) -> list[list[Array]]:
+        return [
+            list(jaxpr_as_fun(program)(*operands))
+            for (_, program, _), operands in zip(traced, inputs, strict=True)
+        ]
+
+    try:
+        inputs = [list(operands) for _, _, operands in traced]
+        made = jax.jit(together, compiler_options=_FAST)(inputs)
+        jax.block_until_ready(made)
+    except Exception as error:
+        if len(traced) == 1:
+            outcomes[traced[0][0]] = error
+            return
+        half = len(traced) // 2
+        _run_together(traced[:half], outcomes)
+        _run_together(traced[half:], outcomes)
+        return
+    for (k, _, _), results in zip(traced, made, strict=True):
+        outcomes[k] = results
+
+
+def _judged(
+    name: str,
+    cell: Cell,
+    outcome: Results | Exception,
+    known: Mapping[_Key, _Right | None],
+    before: Sequence[Judged],
+) -> Judged:
+    at = cell.mode, cell.column, cell.split
+    each = [known[key] for key in _keys(name, cell)]
+    if any(x is None for x in each):
+        return Judged(*at, "none")
+    right = [x for x in each if x is not None]
+    if name in COLLECTIVES:
+        right = _of_shards(right[0])
+    eps = max(x.eps for x in right)
+    if cell.column == TYPE:
+        # Where the function cannot be called at all, its type says nothing.
+        values = [
+            x for x in before if (x.mode, x.column, x.split) == (cell.mode, "value", cell.split)
+        ]
+        if values and values[0].outcome in ("raw", "refused"):
+            return dataclasses.replace(values[0], column=TYPE)
+        differs = any(
+            _off(a, b, m, eps)
+            for x in right[1:]
+            for a, b, m in zip(right[0].results, x.results, x.moved, strict=True)
+        )
+        if isinstance(outcome, Exception):
+            return Judged(*at, "right") if differs else Judged(*at, *_failure(outcome))
+        if differs:
+            return Judged(*at, "wrong", "shards differ, and one copy is promised")
+    if isinstance(outcome, Exception):
+        if isinstance(outcome, NoDerivative):
+            return Judged(*at, "none")
+        return Judged(*at, *_failure(outcome))
+    expected, moved = cell.joined([x.results for x in right]), cell.joined([x.moved for x in right])
+    for x, want, movement in zip(outcome, expected, moved, strict=True):
+        for part in _parts(x):
+            if says := _off(part.data, want[part.index], np.asarray(movement)[part.index], eps):
+                return Judged(*at, "wrong", f"{says} on {part.device}")
+    return Judged(*at, "right")
+
+
+def _of_shards(stacked: _Right) -> list[_Right]:
+    return [
+        dataclasses.replace(
+            stacked,
+            results=[x[k] for x in stacked.results],
+            moved=[x[k] for x in stacked.moved],
+        )
+        for k in range(SHARDS)
+    ]
+
+
+def _failure(error: Exception) -> tuple[Outcome, str]:
+    kind, text = type(error).__name__, str(error)
+    is_clear = (
+        isinstance(error, sm.StatemeshError)
+        or kind == "ShardingTypeError"
+        or any(word in text for word in _ADVICE)
+    )
+    first = next(iter(text.strip().splitlines()), "")
+    return ("refused" if is_clear else "raw"), f"{kind}: {first}"[:300]
+
+
+def _parts(x: Any) -> list[Any]:
+    return list(x.addressable_shards)
+
+
+def _difference(x: Any, y: Any) -> Any:
+    x, y = _numbers(x), _numbers(y)
+    return np.where(x == y, 0, np.abs(x - y))
+
+
+def _numbers(x: Any) -> Any:
+    """As double precision, for which narrow floats and integers have room."""
+    x = np.asarray(x)
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def _off(made: Any, want: Any, moved: Any, eps: float) -> str:
+    """By how much a result is off beyond rounding; nothing if it is not."""
+    made_shape, want_shape = np.shape(made), np.shape(want)
+    if made_shape != want_shape:
+        return f"shape {made_shape} for {want_shape}"
+    made, want = _numbers(made), _numbers(want)
+    with np.errstate(invalid="ignore"):
+        differs = np.where(
+            (made == want) | (np.isnan(made) & np.isnan(want)), 0, np.abs(made - want)
+        )
+        scale = np.max(np.abs(want), where=np.isfinite(want), initial=0)
+        # What moves at all when the operands do may be rounded; integers and truths that do not are exact.
+        allowed = min(1e4 * eps, 0.1) * scale + 1e-2 * np.nan_to_num(moved)
+        off = ~(differs <= allowed)
+    if not np.any(off):
+        return ""
+    at = tuple(map(int, np.unravel_index(int(np.argmax(off)), off.shape)))
+    return f"{made[at]:.6g} for {want[at]:.6g} at {list(at)}"
