@@ -52,6 +52,7 @@ class Cell:
     - `reference`: the column of what each shard should give on one device.
     - `shards`: for each shard, which shard's draw each operand has.
     - `joined`: the results that the cell should give, of those of all shards.
+    - `result`: which of the results has a type to be judged.
     """
 
     mode: str
@@ -62,6 +63,7 @@ class Cell:
     reference: str
     shards: tuple[Draws, ...]
     joined: Callable[[Sequence[Results]], Results]
+    result: int = 0
 
 
 def mesh_of(mode: str) -> Mesh:
@@ -107,7 +109,7 @@ def _of_map(
     row: Row, mode: str, varying: tuple[int, ...], drawn: list[list[Array]]
 ) -> Iterator[Cell]:
     call, count, checked = row.fun, len(row.operands), mode != "unchecked"
-    split = ", ".join(row.operands[k] for k in varying) or "none"
+    split = " and ".join(row.operands[k] for k in varying) or "none"
     in_specs = tuple(P(AXIS) if k in varying else P() for k in range(count))
     operands = [
         placed(
@@ -160,11 +162,15 @@ def _of_map(
 
         yield cell(name, each_own, P(AXIS), _stacked, name)
 
-    def values(*operands: Array) -> list[Array]:
-        return call(*own(operands))
+    for number in range(_results(row, drawn[0]) if checked else 0):
 
-    if checked:
-        yield cell(TYPE, values, P(), _first, "value")
+        def result(*operands: Array, number: int = number) -> list[Array]:
+            return [call(*own(operands))[number]]
+
+        def first(each: Sequence[Results], number: int = number) -> Results:
+            return [each[0][number]]
+
+        yield dataclasses.replace(cell(TYPE, result, P(), first, "value"), result=number)
 
     def total(*operands: Array) -> Array:
         results = [x for x in call(*own(operands)) if columns.has_derivative(x)]
@@ -184,6 +190,14 @@ def _of_map(
 
     if floats:
         yield Cell(mode, AROUND, split, around, operands, "vjp", shards, summed)
+
+
+def _results(row: Row, operands: Sequence[Array]) -> int:
+    """How many results a function has; none where it does not run outside of a map."""
+    try:
+        return len(jax.eval_shape(row.fun, *operands))
+    except Exception:
+        return int(row.name in COLLECTIVES)
 
 
 def _stacked(each: Sequence[Results]) -> Results:
@@ -238,7 +252,6 @@ def reference_of_collective(row: Row, column: str, operands: Sequence[Array]) ->
         return columns.weighted([x for x in results if columns.has_derivative(x)])
 
     def losses(*operands: Array) -> list[Array]:
-        totals: Array = jax.vmap(total, axis_name=AXIS)(*operands)
-        return [jnp.sum(totals)]
+        return [jnp.sum(jax.vmap(total, axis_name=AXIS)(*operands))]
 
     return columns.vjp(losses, *operands)

@@ -48,3 +48,59 @@ def updates(optimizer: Any, params: Array, gradients: Array) -> Any:
         change, state = optimizer.update(gradients, state, params)
         params = params + change
     return params, state
+
+
+def linear(solver: Any, matrix: Array, vector: Array) -> Any:
+    """The solution of a positive system by a solver of lineax."""
+    import lineax
+
+    operator = lineax.MatrixLinearOperator(matrix, lineax.positive_semidefinite_tag)
+    return lineax.linear_solve(operator, vector, solver).value
+
+
+def root(solver: Any, start: Array, target: Array) -> Any:
+    """The root of `x + x ** 3 = target` by a solver of optimistix."""
+    import optimistix
+
+    return optimistix.root_find(
+        lambda x, y: x + x**3 - y, solver, start, target, max_steps=64
+    ).value
+
+
+def least(solver: Any, start: Array, target: Array) -> Any:
+    """The least of a sum of squares by a solver of optimistix."""
+    import optimistix
+
+    off = lambda x, y: x + x**3 - y
+    if isinstance(solver, optimistix.AbstractLeastSquaresSolver):
+        return optimistix.least_squares(
+            off, solver, start, target, max_steps=128, throw=False
+        ).value
+    loss = lambda x, y: (off(x, y) ** 2).sum()
+    return optimistix.minimise(loss, solver, start, target, max_steps=128, throw=False).value
+
+
+def path(solver: Any, start: Array, rate: Array) -> Any:
+    """Where a differential equation leads, by a solver of diffrax."""
+    import diffrax
+
+    term = diffrax.ODETerm(lambda t, x, rate: -rate * x)
+    is_adaptive = isinstance(solver, diffrax.AbstractAdaptiveSolver)
+    steps = diffrax.PIDController(1e-8, 1e-8) if is_adaptive else diffrax.ConstantStepSize()
+    return diffrax.diffeqsolve(
+        term, solver, 0.0, 1.0, 0.1, start, rate, stepsize_controller=steps
+    ).ys
+
+
+def initialised(module: Any, x: Array, *others: Any) -> Any:
+    """What a module of Flax's linen makes of an array, with parameters that it makes first."""
+    made, _ = module.init_with_output(
+        {"params": jax.random.key(7), "dropout": jax.random.key(8)}, x, *others
+    )
+    return made
+
+
+def rngs() -> Any:
+    from flax import nnx
+
+    return nnx.Rngs(7)

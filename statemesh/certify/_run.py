@@ -39,6 +39,7 @@ class Judged:
 
     - `outcome`: `"none"` where a function has no such column on one device.
     - `says`: the error, or by how much a result is off.
+    - `result`: which of the results has this type.
     """
 
     mode: str
@@ -46,6 +47,7 @@ class Judged:
     split: str
     outcome: Outcome
     says: str = ""
+    result: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,15 +195,12 @@ def _judged(
         ]
         if values and values[0].outcome in ("raw", "refused"):
             return dataclasses.replace(values[0], column=TYPE)
-        differs = any(
-            _off(a, b, m, eps)
-            for x in right[1:]
-            for a, b, m in zip(right[0].results, x.results, x.moved, strict=True)
-        )
+        k = cell.result
+        differs = any(_off(right[0].results[k], x.results[k], x.moved[k], eps) for x in right[1:])
         if isinstance(outcome, Exception):
             return Judged(*at, "right") if differs else Judged(*at, *_failure(outcome))
         if differs:
-            return Judged(*at, "wrong", "shards differ, and one copy is promised")
+            return Judged(*at, "wrong", "shards differ, and one copy is promised", cell.result)
     if isinstance(outcome, Exception):
         if isinstance(outcome, NoDerivative):
             return Judged(*at, "none")
