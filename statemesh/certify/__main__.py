@@ -1,6 +1,7 @@
 """`python -m statemesh.certify`: which functions are right when sharded, for the JAX that is installed.
 
-It writes `jax-VERSION.json`, a page with the table, and a short program for each wrong cell.
+It writes `jax-VERSION.json`, short programs that show what is wrong, and `table.html`, a page with all tables
+in the folder.
 """
 
 import argparse
@@ -11,13 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ._run import Judged
+from ._table import as_text, counts, differences, page, table_row
+
 
 # So many rows share a process: what JAX keeps of them is given back, and a crash takes few with it.
-_ROWS = 24
+_TOGETHER = 24
 
 
 def main() -> None:
@@ -29,65 +32,76 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("names", nargs="*", help="rows, such as jax.numpy.sort; all if left out")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    names = options.names or _worker("names", [])["names"][:: options.every]
-    chunks = [names[k : k + _ROWS] for k in range(0, len(names), _ROWS)]
-    found: dict[str, Any] = {"rows": {}, "untried": [], "versions": {}}
+    known = _worker("names", [])
+    names = options.names or known["names"][:: options.every]
+    chunks = [names[k : k + _TOGETHER] for k in range(0, len(names), _TOGETHER)]
+    parts = []
     with ThreadPoolExecutor(options.processes) as pool:
-        for done, part in enumerate(pool.map(_chunk, chunks)):
-            found["rows"].update(part["rows"])
-            found["untried"] += part["untried"]
-            found["versions"] = part["versions"] or found["versions"]
+        for part in pool.map(_run, chunks):
+            parts.append(part)
+            done = min(len(parts) * _TOGETHER, len(names))
+            print(f"{done} of {len(names)}, after {time.monotonic() - start:.0f} s", flush=True)
+    versions: dict[str, str] = {key: v for part in parts for key, v in part["versions"].items()}
+    out: pathlib.Path = options.out
+    file = out / f"jax-{versions['jax']}.json"
+    programs = pathlib.Path("programs") / versions["jax"]
+    (out / programs).mkdir(parents=True, exist_ok=True)
+    rows: dict[str, Any] = {}
+    for part in parts:
+        for name, row in part["rows"].items():
+            files = {}
+            for cell, text in row["programs"]:
+                judged = Judged(**cell)
+                path = programs / f"{name}-{judged.mode}-{judged.column.replace(' ', '-')}.py"
+                (out / path).write_text(text)
+                files[judged] = str(path)
+            rows[name] = table_row(row["line"], [Judged(**cell) for cell in row["cells"]], files)
+    untried = [name for part in parts for name in part["untried"]]
+    reached = {name for part in parts for name in part["primitives"]}
+    table = {
+        "jax": versions["jax"],
+        "seconds": round(time.monotonic() - start),
+        # Functions that no line fits, and primitives that `jax.lax` shows and no row reaches.
+        "untried": untried,
+        "unreached": sorted({*known["primitives"]} - reached),
+        "rows": rows,
+    }
+    file.write_text(as_text(table))
+    tables = [json.loads(each.read_text()) for each in sorted(out.glob("jax-*.json"), reverse=True)]
+    (out / "table.html").write_text(page(tables))
+    print(f"{file}: {len(rows)} functions, {counts(rows)}")
+    for other in tables:
+        for name, mode, column, before, after in differences(other["rows"], rows):
             print(
-                f"{(done + 1) * _ROWS} of {len(names)} functions, after {time.monotonic() - start:.0f} s",
-                flush=True,
+                f"{name}, {mode}, {column}: {before} on {other['jax']}, {after} on {table['jax']}"
             )
-    version = found["versions"]["jax"]
-    programs = options.out / "programs" / version
-    programs.mkdir(parents=True, exist_ok=True)
-    for row in found["rows"].values():
-        for cell in row["cells"]:
-            if text := cell.pop("program", ""):
-                name = (
-                    "-".join([row["name"], cell["mode"], cell["column"].replace(" ", "-")]) + ".py"
-                )
-                (programs / name).write_text(text)
-                cell["file"] = f"programs/{version}/{name}"
-    found["seconds"] = round(time.monotonic() - start)
-    file = options.out / f"jax-{version}.json"
-    file.write_text(json.dumps(found, indent=0))
-    counts = Counter(cell["outcome"] for row in found["rows"].values() for cell in row["cells"])
-    print(f"{file}: {len(found['rows'])} functions,", dict(counts))
 
 
-def _chunk(names: list[str]) -> dict[str, Any]:
+def _run(names: list[str]) -> dict[str, Any]:
     """What came of some rows; where one crashes the process, each has its own."""
     try:
-        return _worker("run", names)
-    except subprocess.CalledProcessError:
+        found: dict[str, Any] = _worker("run", names)
+        return found
+    except subprocess.CalledProcessError as error:
         if len(names) == 1:
-            (name,) = names
-            cells = [
-                {
-                    "mode": "all",
-                    "column": "value",
-                    "split": "",
-                    "outcome": "raw",
-                    "says": "the process crashes",
-                }
-            ]
-            return {
-                "rows": {name: {"name": name, "line": "", "cells": cells}},
-                "untried": [],
-                "versions": {},
+            says = f"the process ends with {error.returncode}"
+            cell = {
+                "mode": "shard_map",
+                "column": "value",
+                "split": "",
+                "outcome": "raw",
+                "says": says,
             }
+            row = {"line": "", "cells": [cell], "programs": []}
+            return {"rows": {names[0]: row}, "untried": [], "primitives": [], "versions": {}}
     half = len(names) // 2
-    parts = [_chunk(names[:half]), _chunk(names[half:])]
+    first, second = _run(names[:half]), _run(names[half:])
     return {
-        "rows": parts[0]["rows"] | parts[1]["rows"],
-        "untried": parts[0]["untried"] + parts[1]["untried"],
-        "versions": parts[0]["versions"] or parts[1]["versions"],
+        "rows": first["rows"] | second["rows"],
+        "untried": first["untried"] + second["untried"],
+        "primitives": first["primitives"] + second["primitives"],
+        "versions": first["versions"] | second["versions"],
     }
 
 

@@ -242,8 +242,11 @@ def reference_of_collective(row: Row, column: str, operands: Sequence[Array]) ->
 
     - `operands`: those of all shards, stacked.
     """
+
+    def one(*operands: Array) -> list[Array]:
+        return COLUMNS[column](row.fun, *operands)
+
     if column != "vjp":
-        one = lambda *operands: COLUMNS[column](row.fun, *operands)
         made: Results = jax.vmap(one, axis_name=AXIS)(*operands)
         return made
 

@@ -71,7 +71,9 @@ def least(solver: Any, start: Array, target: Array) -> Any:
     """The least of a sum of squares by a solver of optimistix."""
     import optimistix
 
-    off = lambda x, y: x + x**3 - y
+    def off(x: Array, y: Array) -> Array:
+        return x + x**3 - y
+
     if isinstance(solver, optimistix.AbstractLeastSquaresSolver):
         return optimistix.least_squares(
             off, solver, start, target, max_steps=128, throw=False

@@ -342,8 +342,8 @@ LIBRARIES = {
 KEY = jax.random.key(7)
 
 SHARDS = 2
-# For each shard `a` and `b`. With this seed whatever the lines decide by differs between both shards: parities
-# of integers, orders, exponents.
+# For each shard `a` and `b`. With this seed whatever the lines decide by differs between both shards:
+# parities of integers, orders, exponents.
 MATRICES = np.random.default_rng(2).uniform(0.2, 0.9, (SHARDS, 2, 4, 4))
 
 

@@ -15,10 +15,12 @@ import statemesh as sm
 
 from ._cells import TYPE, Cell, Results, cells, context, reference, reference_of_collective
 from ._columns import NoDerivative, has_derivative
+from ._primitives import names
 from ._rows import COLLECTIVES, SHARDS, Row
 
 
-Outcome = Literal["right", "refused", "raw", "wrong", "none"]
+# A cell is only wrong if its program confirms it.
+Outcome = Literal["right", "refused", "raw", "wrong", "unconfirmed", "none"]
 
 # So many programs are compiled as one, which is faster than each on its own.
 _TOGETHER = 60
@@ -59,10 +61,13 @@ class _Right:
     eps: float
 
 
-def run(rows: Mapping[str, Row], modes: Sequence[str]) -> dict[str, list[Judged]]:
-    """By the name of a row what came of its cells."""
+def run(
+    rows: Mapping[str, Row], modes: Sequence[str]
+) -> tuple[dict[str, list[Judged]], frozenset[str]]:
+    """By the name of a row what came of its cells; and the primitives that run on one device."""
     made = {name: list(cells(row, modes)) for name, row in rows.items()}
-    known = _references(rows, made)
+    reached: set[str] = set()
+    known = _references(rows, made, reached)
     found: dict[str, list[Judged]] = {name: [] for name in rows}
     for mode in modes:
         waiting = [
@@ -72,7 +77,7 @@ def run(rows: Mapping[str, Row], modes: Sequence[str]) -> dict[str, list[Judged]
             outcomes = _compiled([(cell.fun, cell.operands) for _, cell in waiting])
         for (name, cell), outcome in zip(waiting, outcomes, strict=True):
             found[name].append(_judged(name, cell, outcome, known, found[name]))
-    return found
+    return found, frozenset(reached)
 
 
 # The key of a reference: the row, the column and the operands.
@@ -86,9 +91,9 @@ def _keys(name: str, cell: Cell) -> list[_Key]:
 
 
 def _references(
-    rows: Mapping[str, Row], made: Mapping[str, Sequence[Cell]]
+    rows: Mapping[str, Row], made: Mapping[str, Sequence[Cell]], reached: set[str]
 ) -> dict[_Key, "_Right | None"]:
-    """What is right; `None` where it raises on one device."""
+    """What is right; `None` where it raises on one device. The primitives that run are added to `reached`."""
     keys = list(
         dict.fromkeys(k for name, each in made.items() for cell in each for k in _keys(name, cell))
     )
@@ -104,7 +109,7 @@ def _references(
             of = reference
         fun = lambda *operands, of=of, row=row, column=column: of(row, column, operands)
         pairs.append((fun, operands))
-    exact = _compiled(pairs)
+    exact = _compiled(pairs, reached)
     moved = _compiled([(fun, list(map(_slightly_moved, xs))) for fun, xs in pairs])
     right: dict[_Key, _Right | None] = {}
     for key, one, other, (fun, operands) in zip(keys, exact, moved, pairs, strict=True):
@@ -132,14 +137,18 @@ def _roundoff(fun: Callable[..., Any], operands: Sequence[Array]) -> float:
 
 def _compiled(
     pairs: Sequence[tuple[Callable[..., Results], Sequence[Array]]],
+    reached: set[str] | None = None,
 ) -> list[Results | Exception]:
     """What functions give, or the error that each raises. Many are compiled as one program."""
     outcomes: list[Any] = []
     traced: list[tuple[int, Any, Sequence[Array]]] = []
     for k, (fun, operands) in enumerate(pairs):
         try:
-            traced.append((k, jax.jit(fun).trace(*operands).jaxpr, operands))
+            closed = jax.jit(fun).trace(*operands).jaxpr
+            traced.append((k, closed, operands))
             outcomes.append(None)
+            if reached is not None:
+                reached.update(names(closed.jaxpr))
         except Exception as error:
             outcomes.append(error)
     for start in range(0, len(traced), _TOGETHER):

@@ -11,41 +11,43 @@ import warnings
 from typing import Any
 
 from ._cells import MODES
+from ._primitives import public
 from ._programs import program
-from ._rows import LIBRARIES, Row, functions, rows
-from ._run import Judged, run
+from ._rows import LIBRARIES, functions, rows
+from ._run import run
 
 
 def main(task: str, file: str, *names: str) -> None:
     warnings.simplefilter("ignore")
-    found = {"names": [*functions(), *LIBRARIES]} if task == "names" else certified(names)
+    if task == "run":
+        found = certified(names)
+    else:
+        found = {"names": [*functions(), *LIBRARIES], "primitives": sorted(public())}
     pathlib.Path(file).write_text(json.dumps(found))
 
 
 def certified(names: tuple[str, ...]) -> dict[str, Any]:
-    """What came of these rows."""
+    """What came of these rows, and the programs of what is wrong."""
     called, untried = rows(names)
     found = {}
-    for name, judged in run(called, MODES).items():
-        row = called[name]
-        cells = [shown(row, cell) for cell in judged]
-        found[name] = {"name": name, "line": row.line, "cells": cells}
-    versions = {
-        package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "statemesh")
+    outcomes, reached = run(called, MODES)
+    for name, cells in outcomes.items():
+        judged, programs = [], []
+        for cell in cells:
+            if cell.outcome == "wrong":
+                text = program(called[name], cell)
+                if confirms(text):
+                    programs.append((dataclasses.asdict(cell), text))
+                else:
+                    cell = dataclasses.replace(cell, outcome="unconfirmed")
+            judged.append(dataclasses.asdict(cell))
+        found[name] = {"line": called[name].line, "cells": judged, "programs": programs}
+    return {
+        "rows": found,
+        "untried": untried,
+        "primitives": sorted(reached),
+        "versions": {"jax": importlib.metadata.version("jax")},
     }
-    return {"rows": found, "untried": untried, "versions": versions}
-
-
-def shown(row: Row, judged: Judged) -> dict[str, str]:
-    """A cell as the file has it; a wrong one with its program, which has to confirm it."""
-    cell = dataclasses.asdict(judged)
-    if judged.outcome == "wrong":
-        text = program(row, judged)
-        if confirms(text):
-            cell["program"] = text
-        else:
-            cell |= {"outcome": "unconfirmed", "text": text}
-    return cell
 
 
 def confirms(text: str) -> bool:
@@ -56,9 +58,7 @@ def confirms(text: str) -> bool:
         except AssertionError:
             return True
         except Exception as error:
-            print(text, file=sys.stderr)
-            print(repr(error), file=sys.stderr)
-            return False
+            print(f"{error!r} in\n{text}", file=sys.stderr)
     return False
 
 

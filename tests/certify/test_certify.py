@@ -1,0 +1,149 @@
+"""The table of what is right when sharded: how a row is read, a cell judged, and what the table says."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from statemesh.certify import _columns, _programs, _rows, _table
+from statemesh.certify._run import Judged, run
+from statemesh.certify._worker import confirms
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+TABLES = ROOT / "docs" / "pages" / "certify"
+
+
+@pytest.fixture(autouse=True)
+def _double_precision() -> Any:
+    with jax.enable_x64(True):
+        _rows.drawn.cache_clear()
+        yield
+    _rows.drawn.cache_clear()
+
+
+def test_a_line_is_a_call_of_operands() -> None:
+    row = _rows.row("jax.lax.custom_root", "f(lambda x: x - a[0], b[0], 3 * a, [a, whole(b)])")
+    assert row.operands == ("a[0]", "b[0]", "3 * a", "a", "whole(b)")
+    assert row.call == "f(lambda x: x - x0, x1, x2, [x3, x4])"
+    first, second = row.drawn(0), row.drawn(1)
+    a, b = _rows.MATRICES[0]
+    np.testing.assert_array_equal(first[2], 3 * a)
+    np.testing.assert_array_equal(first[4], (b * 100).astype(int) % 7)
+    assert not any(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_every_public_function_is_a_row_or_named() -> None:
+    """Each line is of a function that there is. A function that makes no arrays is no row."""
+    functions = _rows.functions()
+    assert len(functions) > 800
+    missing = {*_rows.LINES, *_rows.COLLECTIVES} - {*functions}
+    # Names that one of the supported versions lacks.
+    assert missing <= {"jax.lax.scaled_dot", "jax.lax.empty", "jax.lax.index_take"}
+    rows, untried = _rows.rows(["jax.numpy.sort", "jax.numpy.fromfile", "jax.numpy.shape"])
+    assert [*rows] == ["jax.numpy.sort"]
+    assert untried == ["jax.numpy.fromfile"]
+
+
+def test_gradients_count_where_an_entry_stands() -> None:
+    """A permutation has another weighted sum, and complex numbers have both their parts in it."""
+    x = jnp.arange(1.0, 4.0)
+    assert _columns.weighted([x]) != _columns.weighted([x[::-1]])
+    with_parts = _columns.weighted([x + 2j * x])
+    np.testing.assert_allclose(with_parts, 3 * _columns.weighted([x]))
+
+
+def outcomes(cells: list[Judged], mode: str) -> dict[str, Counter[str]]:
+    columns = dict.fromkeys(cell.column for cell in cells)
+    return {
+        column: Counter(c.outcome for c in cells if (c.mode, c.column) == (mode, column))
+        for column in columns
+    }
+
+
+@pytest.mark.slow
+def test_what_types_lose_is_wrong_in_jax_and_not_here() -> None:
+    """Each wrong cell has a program whose assertion fails, and the same program is right with statemesh."""
+    rows, _ = _rows.rows(["jax.lax.sort_key_val", "jax.numpy.matmul"])
+    found, primitives = run(rows, ["shard_map", "unchecked", "statemesh", "Auto"])
+    assert primitives >= {"sort", "dot_general", "transpose"}
+    sort, product = found["jax.lax.sort_key_val"], found["jax.numpy.matmul"]
+    by_jax, here = outcomes(sort, "shard_map"), outcomes(sort, "statemesh")
+    for column in ("vjp", "vjp around", "type"):
+        assert by_jax[column]["wrong"] == 1, column
+        assert not here[column]["wrong"], column
+        assert here[column]["right"] >= by_jax[column]["right"]
+    for cell in sort:
+        if cell.outcome == "wrong":
+            row = rows["jax.lax.sort_key_val"]
+            assert confirms(_programs.program(row, cell))
+            mended = Judged("statemesh", cell.column, cell.split, "wrong", "", cell.result)
+            if cell.column != "type":
+                assert not confirms(_programs.program(row, mended))
+    for mode in ("unchecked", "statemesh", "Auto"):
+        for column, outcome in outcomes(product, mode).items():
+            assert {*outcome} <= {"right"}, (mode, column)
+
+
+def test_a_table_says_the_worst_of_a_cell() -> None:
+    cells = [
+        Judged("shard_map", "value", "a", "right"),
+        Judged("shard_map", "value", "b", "raw", "TypeError: no"),
+        wrong := Judged("Auto", "vjp", "a on axis 0", "wrong", "1 for 2 at [0]"),
+    ]
+    row = _table.table_row("f(a, b)", cells, {wrong: "programs/f.py"})
+    signs = dict(zip(_table.PLACES, row["signs"], strict=True))
+    assert signs.pop(("shard_map", "value")) == "e"
+    assert signs.pop(("Auto", "vjp")) == "W"
+    assert {*signs.values()} == {"-"}
+    assert row["notes"] == {
+        "shard_map value": ["b", "TypeError: no"],
+        "Auto vjp": ["a on axis 0", "1 for 2 at [0]", "programs/f.py"],
+    }
+    mended = _table.table_row("f(a, b)", cells[:1], {})
+    assert list(_table.differences({"f": row}, {"f": mended, "g": row})) == [
+        ("f", "shard_map", "value", "raw", "right"),
+        ("f", "Auto", "vjp", "wrong", "none"),
+    ]
+    counted = _table.counts({"f": row, "g": mended}, ("shard_map", "Auto"))
+    assert (counted["right"], counted["raw"], counted["wrong"]) == (1, 1, 1)
+    page = _table.page([{"jax": "0", "rows": {"f": row}}])
+    assert '"Auto vjp":["a on axis 0"' in page
+
+
+def test_the_public_tables() -> None:
+    """With statemesh nothing is wrong in silence, and each wrong cell has a program that shows it."""
+    files = sorted(TABLES.glob("jax-*.json"))
+    assert len(files) == 2
+    for file in files:
+        table = json.loads(file.read_text())
+        assert len(table["rows"]) > 900
+        for mode, wrong in (("statemesh", 0), ("shard_map", 10)):
+            assert _table.counts(table["rows"], (mode,))["wrong"] >= wrong
+        assert _table.counts(table["rows"], ("statemesh",))["wrong"] == 0
+        assert _table.counts(table["rows"])["unconfirmed"] == 0
+        for row in table["rows"].values():
+            for (mode, column), sign in zip(_table.PLACES, row["signs"], strict=True):
+                if sign == "W":
+                    assert (TABLES / row["notes"][f"{mode} {column}"][2]).exists()
+
+
+@pytest.mark.slow
+def test_a_tenth_of_the_table_is_as_it_was(tmp_path: pathlib.Path) -> None:
+    """Run as the command runs it. An outcome that changes is to be looked at, and the table made anew."""
+    command = [sys.executable, "-m", "statemesh.certify", "--out", str(tmp_path), "--every", "10"]
+    environment = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment)
+    (file,) = tmp_path.glob("jax-*.json")
+    made = json.loads(file.read_text())
+    assert len(made["rows"]) > 90
+    known = json.loads((TABLES / file.name).read_text())["rows"]
+    assert list(_table.differences(known, made["rows"])) == []
