@@ -43,10 +43,12 @@ RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 
 def updates(optimizer: Any, params: Array, gradients: Array) -> Any:
     """The parameters and the optimizer's state after two steps of an optimizer of Optax."""
+    import optax
+
     state = optimizer.init(params)
     for _ in range(2):
         change, state = optimizer.update(gradients, state, params)
-        params = params + change
+        params = optax.apply_updates(params, change)
     return params, state
 
 

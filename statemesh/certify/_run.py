@@ -54,11 +54,25 @@ class Judged:
 
 @dataclasses.dataclass(frozen=True)
 class _Right:
-    """What is right, by how much rounding may move it, and for a shard what each gives."""
+    """What is right of one shard, or of all.
+
+    **Attributes:**
+
+    - `moved`: by how much the results move where the operands do a little.
+    - `eps`: the roundoff of the narrowest floats in the program.
+    """
 
     results: Results
     moved: Results
     eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A traced function, and the operands of each of its runs."""
+
+    closed: Any
+    runs: Sequence[Sequence[Array]]
 
 
 def run(
@@ -66,18 +80,19 @@ def run(
 ) -> tuple[dict[str, list[Judged]], frozenset[str]]:
     """By the name of a row what came of its cells; and the primitives that run on one device."""
     made = {name: list(cells(row, modes)) for name, row in rows.items()}
-    reached: set[str] = set()
-    known = _references(rows, made, reached)
+    known, reached = _references(rows, made)
     found: dict[str, list[Judged]] = {name: [] for name in rows}
     for mode in modes:
         waiting = [
             (name, cell) for name, each in made.items() for cell in each if cell.mode == mode
         ]
         with context(mode):
-            outcomes = _compiled([(cell.fun, cell.operands) for _, cell in waiting])
+            traced = [_traced(cell.fun, [cell.operands]) for _, cell in waiting]
+            outcomes = _compiled(traced)
         for (name, cell), outcome in zip(waiting, outcomes, strict=True):
-            found[name].append(_judged(name, cell, outcome, known, found[name]))
-    return found, frozenset(reached)
+            (made_by_it,) = outcome if isinstance(outcome, list) else (outcome,)
+            found[name].append(_judged(name, cell, made_by_it, known, found[name]))
+    return found, reached
 
 
 # The key of a reference: the row, the column and the operands.
@@ -91,13 +106,13 @@ def _keys(name: str, cell: Cell) -> list[_Key]:
 
 
 def _references(
-    rows: Mapping[str, Row], made: Mapping[str, Sequence[Cell]], reached: set[str]
-) -> dict[_Key, "_Right | None"]:
-    """What is right; `None` where it raises on one device. The primitives that run are added to `reached`."""
+    rows: Mapping[str, Row], made: Mapping[str, Sequence[Cell]]
+) -> tuple[dict[_Key, _Right | None], frozenset[str]]:
+    """What is right, `None` where it raises on one device; and the primitives that run."""
     keys = list(
         dict.fromkeys(k for name, each in made.items() for cell in each for k in _keys(name, cell))
     )
-    pairs = []
+    traced: list[_Program | Exception] = []
     for name, column, draws in keys:
         row = rows[name]
         if name in COLLECTIVES:
@@ -107,18 +122,20 @@ def _references(
         else:
             operands = [row.drawn(d)[k] for k, d in enumerate(draws)]
             of = reference
+        moved = list(map(_slightly_moved, operands))
         fun = lambda *operands, of=of, row=row, column=column: of(row, column, operands)
-        pairs.append((fun, operands))
-    exact = _compiled(pairs, reached)
-    moved = _compiled([(fun, list(map(_slightly_moved, xs))) for fun, xs in pairs])
+        traced.append(_traced(fun, [operands, moved]))
     right: dict[_Key, _Right | None] = {}
-    for key, one, other, (fun, operands) in zip(keys, exact, moved, pairs, strict=True):
-        if isinstance(one, Exception) or isinstance(other, Exception):
-            right[key] = None
-            continue
-        differ = [_difference(a, b) for a, b in zip(one, other, strict=True)]
-        right[key] = _Right(one, differ, _roundoff(fun, operands))
-    return right
+    reached: set[str] = set()
+    for key, program, outcome in zip(keys, traced, _compiled(traced), strict=True):
+        right[key] = None
+        if isinstance(program, _Program):
+            reached.update(names(program.closed.jaxpr))
+            if isinstance(outcome, list):
+                exact, moved = outcome
+                differ = [_difference(a, b) for a, b in zip(exact, moved, strict=True)]
+                right[key] = _Right(exact, differ, _roundoff(program.closed))
+    return right, frozenset(reached)
 
 
 def _slightly_moved(x: Array) -> Array:
@@ -127,59 +144,45 @@ def _slightly_moved(x: Array) -> Array:
     return x * (1 + _MOVED * jnp.cos(jnp.arange(x.size))).reshape(x.shape).astype(x.dtype)
 
 
-def _roundoff(fun: Callable[..., Any], operands: Sequence[Array]) -> float:
-    """That of the narrowest floats in a program."""
-    dtypes = set(
-        re.findall(r"\b(f64|c128|f32|c64|f16|bf16|f8\w*)\[", str(jax.make_jaxpr(fun)(*operands)))
-    )
+def _roundoff(closed: Any) -> float:
+    dtypes = set(re.findall(r"\b(f64|c128|f32|c64|f16|bf16|f8\w*)\[", str(closed)))
     return max((_EPS.get(dtype, 0.125) for dtype in dtypes), default=_EPS["f64"])
 
 
-def _compiled(
-    pairs: Sequence[tuple[Callable[..., Results], Sequence[Array]]],
-    reached: set[str] | None = None,
-) -> list[Results | Exception]:
-    """What functions give, or the error that each raises. Many are compiled as one program."""
-    outcomes: list[Any] = []
-    traced: list[tuple[int, Any, Sequence[Array]]] = []
-    for k, (fun, operands) in enumerate(pairs):
-        try:
-            closed = jax.jit(fun).trace(*operands).jaxpr
-            traced.append((k, closed, operands))
-            outcomes.append(None)
-            if reached is not None:
-                reached.update(names(closed.jaxpr))
-        except Exception as error:
-            outcomes.append(error)
-    for start in range(0, len(traced), _TOGETHER):
-        _run_together(traced[start : start + _TOGETHER], outcomes)
-    return outcomes
-
-
-def _run_together(traced: Sequence[tuple[int, Any, Sequence[Array]]], outcomes: list[Any]) -> None:
-    if not traced:
-        return
-
-    def together(inputs: list[list[Array]]) -> list[list[Array]]:
-        return [
-            list(jaxpr_as_fun(program)(*operands))
-            for (_, program, _), operands in zip(traced, inputs, strict=True)
-        ]
-
+def _traced(fun: Callable[..., Results], runs: Sequence[Sequence[Array]]) -> _Program | Exception:
     try:
-        inputs = [list(operands) for _, _, operands in traced]
-        made = jax.jit(together, compiler_options=_FAST)(inputs)
-        jax.block_until_ready(made)
+        return _Program(jax.jit(fun).trace(*runs[0]).jaxpr, runs)
     except Exception as error:
-        if len(traced) == 1:
-            outcomes[traced[0][0]] = error
+        return error
+
+
+def _compiled(traced: Sequence[_Program | Exception]) -> list[list[Results] | Exception]:
+    """What each run of a program gives, or the error that it raises. Many are compiled as one program."""
+    outcomes: list[Any] = list(traced)
+    programs = [k for k, program in enumerate(traced) if isinstance(program, _Program)]
+
+    def run_together(at: Sequence[int]) -> None:
+        def together(inputs: list[list[Array]]) -> list[list[Array]]:
+            pairs = zip(at, inputs, strict=True)
+            return [list(jaxpr_as_fun(outcomes[k].closed)(*operands)) for k, operands in pairs]
+
+        compiled = jax.jit(together, compiler_options=_FAST)
+        try:
+            runs = zip(*[outcomes[k].runs for k in at], strict=True)
+            made = [jax.block_until_ready(compiled(list(map(list, inputs)))) for inputs in runs]
+        except Exception as error:
+            if len(at) == 1:
+                outcomes[at[0]] = error
+                return
+            run_together(at[: len(at) // 2])
+            run_together(at[len(at) // 2 :])
             return
-        half = len(traced) // 2
-        _run_together(traced[:half], outcomes)
-        _run_together(traced[half:], outcomes)
-        return
-    for (k, _, _), results in zip(traced, made, strict=True):
-        outcomes[k] = results
+        for k, results in zip(at, zip(*made, strict=True), strict=True):
+            outcomes[k] = list(results)
+
+    for start in range(0, len(programs), _TOGETHER):
+        run_together(programs[start : start + _TOGETHER])
+    return outcomes
 
 
 def _judged(

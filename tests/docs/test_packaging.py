@@ -76,7 +76,7 @@ ALWAYS = PROJECT["dependencies"]
 EXTRAS = PROJECT["optional-dependencies"]
 
 
-@pytest.mark.parametrize("extra", ["testing", "checkpoint"])
+@pytest.mark.parametrize("extra", ["testing", "checkpoint", "certify"])
 def test_an_extra_brings_what_its_module_imports(extra: str) -> None:
     files = [*(ROOT / "statemesh" / extra).rglob("*.py")]
     assert required(EXTRAS[extra]) <= imported(files)
@@ -85,7 +85,7 @@ def test_an_extra_brings_what_its_module_imports(extra: str) -> None:
 
 def test_nothing_else_needs_an_extra() -> None:
     files = (ROOT / "statemesh").rglob("*.py")
-    others = [file for file in files if not {"testing", "checkpoint"} & set(file.parts)]
+    others = [file for file in files if not {"testing", "checkpoint", "certify"} & set(file.parts)]
     assert imported(others) - NOT_NEEDED == required(ALWAYS)
 
 
