@@ -5,6 +5,7 @@ in the folder.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -21,6 +22,8 @@ from ._table import as_text, counts, differences, page, table_row
 
 # So many rows share a process: what JAX keeps of them is given back, and a crash takes few with it.
 _TOGETHER = 24
+# After this time they are waiting for each other for ever.
+_SECONDS = 900
 
 
 def main() -> None:
@@ -84,17 +87,13 @@ def _run(names: list[str]) -> dict[str, Any]:
         found: dict[str, Any] = _worker("run", names)
         return found
     except subprocess.CalledProcessError as error:
-        if len(names) == 1:
-            says = f"the process ends with {error.returncode}"
-            cell = {
-                "mode": "shard_map",
-                "column": "value",
-                "split": "",
-                "outcome": "raw",
-                "says": says,
-            }
-            row = {"line": "", "cells": [cell], "programs": []}
-            return {"rows": {names[0]: row}, "untried": [], "primitives": [], "versions": {}}
+        ended = f"the process ends with {error.returncode}"
+    except subprocess.TimeoutExpired:
+        ended = "it never ends"
+    if len(names) == 1:
+        cell = Judged("shard_map", "value", "", "raw", ended)
+        row = {"line": "", "cells": [dataclasses.asdict(cell)], "programs": []}
+        return {"rows": {names[0]: row}, "untried": [], "primitives": [], "versions": {}}
     half = len(names) // 2
     first, second = _run(names[:half]), _run(names[half:])
     return {
@@ -112,6 +111,7 @@ def _worker(task: str, names: list[str]) -> Any:
             [sys.executable, "-m", "statemesh.certify._worker", task, file.name, *names],
             env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"},
             check=True,
+            timeout=_SECONDS,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
