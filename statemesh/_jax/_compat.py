@@ -409,12 +409,6 @@ def in_collective_over(error: BaseException, name: AxisName) -> bool:
     return False
 
 
-def raised_by_jax(error: BaseException) -> bool:
-    """Whether the line that raised it is JAX's, where JAX has left its frames in the traceback."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    return bool(frames) and _is_of_jax(frames[-1])
-
-
 def _is_of_jax(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(JAX_FOLDER)
 

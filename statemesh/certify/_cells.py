@@ -142,7 +142,9 @@ def _of_map(
         pairs = zip(floats, zip(*each, strict=True), strict=True)
         return [np.stack(xs) if k in varying else np.sum(xs, axis=0) for k, xs in pairs]
 
-    for name, column in COLUMNS.items():
+    # Where nothing differs between shards only the type is of interest.
+    of_all = varying or not row.operands
+    for name, column in COLUMNS.items() if of_all else ():
         if row.name in COLLECTIVES and name not in OF_COLLECTIVES:
             continue
         if name == "vjp" and checked:
@@ -188,7 +190,7 @@ def _of_map(
         _, pull = jax.vjp(of, *[operands[k] for k in floats])
         return list(pull(jnp.ones(())))
 
-    if floats:
+    if floats and of_all:
         yield Cell(mode, AROUND, split, around, operands, "vjp", shards, summed)
 
 
