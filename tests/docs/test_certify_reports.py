@@ -1,4 +1,4 @@
-"""The texts in `docs/certify/reports` that are ready to be sent to JAX: their programs still fail as they say."""
+"""The texts in `docs/certify/reports`, ready to be sent to JAX: their programs fail as they say."""
 
 import os
 import re
