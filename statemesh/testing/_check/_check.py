@@ -131,6 +131,8 @@ class Calls:
     def mesh(self) -> Chain:
         """The calls on the mesh in double precision."""
         programs, args = self.subject.programs(self.on_mesh), widened(self.args)
+        if programs is self.reference:
+            return self.right
         with self.subject.noting(self.on_mesh.label):
             return Chain(programs, args, self.subject.feed, self.steps, self.reference)
 
@@ -146,7 +148,7 @@ class Calls:
         try:
             # A new chain runs all anew: what has raised once may not raise again.
             Chain(reference, widened(self.args), feed, self.steps).moved("own", FEW_RUNS)
-            call = reference.jitted if reference.is_traced else reference.call
+            call = reference.on_one_device if reference.is_traced else reference.call
             chained(call, self.args, self.steps, feed)
         except Exception:  # Whatever the user's function raises, or a library in it.
             return True
@@ -154,7 +156,7 @@ class Calls:
 
     def again(self, step: int) -> list[Numbers]:
         """The numbers of a call of the reference in its own dtypes."""
-        results = chained(self.reference.jitted, self.args, step + 1, self.subject.feed)
+        results = chained(self.reference.on_one_device, self.args, step + 1, self.subject.feed)
         return list(map(numbers, jax.tree.leaves(results[step])))
 
 
@@ -221,7 +223,8 @@ class Check:
             if subject.bitwise:
                 with progress(f"{subject.name}: bits"):
                     self.agreed += labels_of_equal_bits(subject)
-            self._inside_jit(calls)
+            if subject.selected or not subject.is_jitted:
+                self._inside_jit(calls)
             self._moved(calls, before, results)
         self._with_other_values()
 
@@ -239,6 +242,9 @@ class Check:
         large = values.large(subject.args, subject.keep)
         for calls in self._with("large values", large, counts_on_devices=_overflows, extreme=True):
             self._compared(calls)
+        if subject.is_jitted:
+            # NaN runs in double precision only, where the program would be compared with itself.
+            return
         with_nan = values.one_nan(subject.args, subject.keep, subject.call.split)
         if with_nan is None:
             return
@@ -265,7 +271,8 @@ class Check:
             new = values.later(args, subject.keep, fed_back, counters, count)
             what = f"counters at {count}" if counters else "the next batch"
             label = f"{calls.label} and {what}"
-            self._compared(dataclasses.replace(calls, label=label, args=new, on_devices=False))
+            on_devices = subject.is_jitted
+            self._compared(dataclasses.replace(calls, label=label, args=new, on_devices=on_devices))
 
     def _near_thresholds(self) -> None:
         """Compare calls with values at which what was not chosen so far may be chosen."""
@@ -277,7 +284,8 @@ class Check:
             if self.failed or not self._untaken():
                 return
             new = values.within(subject.args, subject.keep, 2 * size)
-            for calls in self._with(f"values up to {2 * size:.4g}", new, on_devices=False):
+            label, on_devices = f"values up to {2 * size:.4g}", subject.is_jitted
+            for calls in self._with(label, new, on_devices=on_devices):
                 self._compared(calls)
 
     def _replayed(self) -> list[Doubled]:
@@ -377,7 +385,7 @@ class Check:
         label = f"inside jit {calls.on_mesh.label}"
         with self._recording(calls, label):
             with self.subject.noting(label):
-                placed = calls.on_mesh.mapped.place(*calls.args[0]), calls.args[1]
+                placed = calls.on_mesh.placed(calls.args)
                 jitted = self.subject.programs(calls.on_mesh).jitted
                 results = chained(jitted, placed, calls.steps, self.subject.feed)
             self._compare_devices(calls, results)
@@ -528,7 +536,7 @@ def _is_of_nan(without: Calls, mismatch: Mismatch) -> bool:
 def _with_arrays_of_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch]:
     """The mismatches, the largest first, with the arrays as they lie on the mesh."""
     shown = sorted(off, key=lambda mismatch: -mismatch.size)
-    if not calls.on_mesh.has_devices:
+    if not calls.on_mesh.has_devices or calls.subject.is_jitted:
         return shown
     args, kwargs = calls.args
     arrays = dict(enumerate(jax.tree.leaves(calls.on_mesh.mapped(*args, **kwargs))))
@@ -544,7 +552,8 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> tuple[list[str], s
     zeros. Then other values are tried first.
     """
     subject = calls.subject
-    if subject.unsharded is False or not calls.reference.is_traced:
+    is_alone = subject.unsharded is False or subject.is_jitted
+    if is_alone or not calls.reference.is_traced:
         return [], ""
     reference = subject.unsharded or subject.meshes[0].mapped.unsharded
     args_of_call = narrowed(calls.mesh.exact[step].args)

@@ -28,7 +28,7 @@ _LINEAR_SOLVE = "custom_linear_solve"
 # JAX differentiates the traced program, never its replay.
 CALLS = (
     *("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat", "remat2", "checkpoint"),
-    "composite",
+    *("composite", "custom_partitioning"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", _LINEAR_SOLVE),
 )
 
