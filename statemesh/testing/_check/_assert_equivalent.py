@@ -16,8 +16,8 @@ from .._program._trace import name_of
 from .._types import Args, Fun, PyTree, tree_util
 from ._check import Check, Checked
 from ._feedback import Named, is_within, path_of
-from ._other_values import as_arrays
 from ._jitted import is_jitted, jitted_on_meshes, refused
+from ._other_values import as_arrays
 from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
 from ._progress import progress
 from ._subject import Subject
@@ -183,7 +183,9 @@ def assert_equivalent(
     missing = [key for key in ("in_specs", "out_specs") if specs[key] is ...]
     if jitted:
         others = {key: value for key, value in specs.items() if key != "in_specs"}
-        refused(name, {**others, "unsharded": unsharded is False or None, "bitwise": bitwise or None})
+        refused(
+            name, {**others, "unsharded": unsharded is False or None, "bitwise": bitwise or None}
+        )
     elif not is_mapped and missing:
         raise TypeError(
             f"{name} is not mapped yet: give {' and '.join(missing)}, or the function that shard_map returns."

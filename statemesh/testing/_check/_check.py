@@ -172,6 +172,7 @@ class _Off(Exception):
     - `count`: how many results are off.
     - `gradient`: whether only the gradient is.
     - `has_line`: whether a line of the program can be at fault.
+    - `line`: the line that is, if nothing else is found.
     - `of_range`: whether nothing but the range of a dtype is at fault.
     """
 
@@ -181,6 +182,7 @@ class _Off(Exception):
     count: int = 1
     gradient: bool = False
     has_line: bool = True
+    line: str = ""
     of_range: bool = False
 
 
@@ -338,10 +340,12 @@ class Check:
                 place, line = (
                     located_in(calls, off.step, gradient=gradient) if off.has_line else ([], "")
                 )
+                line = line or off.line
             if off.of_range:
                 self.overflows.append(report.overflow(off.what, label, line))
                 return
-            self.headline = f"{f', see {line}' if line else ''}: {off.what} {label}"
+            in_call = which if self.subject.is_jitted else ""
+            self.headline = f"{f', see {line}' if line else ''}: {off.what} {label}{in_call}"
             head = f"{call}, compared with {calls.reference.what}:"
             self.failed.append("\n".join([head, *place, *off.lines]))
         except Exception as error:
@@ -420,7 +424,8 @@ class Check:
         self._compare_forms(calls, step, call.results.types, right.results.types)
         if broken := calls.mesh.broken(step):
             copies = "copies that should be the same differ"
-            raise _Off(step, copies, report.broken_promises(broken))
+            line = line_of(broken[0].eqn) if self.subject.is_jitted else None
+            raise _Off(step, copies, report.broken_promises(broken), line=str(line or ""))
         leaves = self.subject.leaves(call.results.types, call.numbers)
         # A function of NumPy computes in its own dtypes only.
         rounding: Rounding = "double" if calls.reference.is_traced else "own"
@@ -437,7 +442,11 @@ class Check:
             copies = [unequal_copies(leaf, step, chains) for leaf in compared]
             if lines := [line for line in copies if line]:
                 what = "copies on several devices differ"
-                raise _Off(step, what, [*lines, report.UNREDUCED])
+                if self.subject.is_jitted:
+                    differs = next(x for x, line in zip(compared, copies, strict=True) if line)
+                    what = f"copies of {differs.path} on several devices differ"
+                hint = report.LOST if self.subject.is_jitted else report.UNREDUCED
+                raise _Off(step, what, [*lines, hint])
             off = self.judge.compare("own", step, leaves, chains)
             if calls.reference.is_traced and self.subject.unsharded is not False:
                 off = excused(off, functools.partial(calls.again, step))
@@ -454,6 +463,8 @@ class Check:
         shown = [mismatch for mismatch in off if mismatch.leaf.number < count] or off
         shown = _with_arrays_of_mesh(calls, shown)
         what, lines = report.headline(shown), report.results(shown)
+        if self.subject.is_jitted:
+            what += report.layout(shown[0])
         gradient = shown[0].leaf.number >= count
         # Data near the largest float16 is the check's, not the caller's: sums of shards have no room there.
         of_range = counts is _overflows and self.subject.call.uses(jnp.float16)

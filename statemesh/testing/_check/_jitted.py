@@ -77,8 +77,8 @@ def jitted_on_meshes(
             )
         if not known:
             raise TypeError(
-                f"{name} is a function of jax.jit without shardings: give in_specs, which place its arguments "
-                "on each of the meshes."
+                f"{name} is a function of jax.jit without shardings: give in_specs, which place its "
+                "arguments on each of the meshes."
             )
         on_meshes.append(kept(key, JittedOnMesh, fun, mesh, placed, given, True, None))
     return on_meshes
@@ -122,7 +122,11 @@ def _given_shardings(
     def typed(x: AnyLeaf, sharding: NamedSharding | None) -> AnyLeaf:
         return x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    jaxpr = jax.make_jaxpr(call)(list(map(typed, arrays, placed))).jaxpr
+    try:
+        jaxpr = jax.make_jaxpr(call)(list(map(typed, arrays, placed))).jaxpr
+    except Exception as error:
+        error.add_note(f"While assert_equivalent called `{name_of(fun)}`.")
+        raise
     given: list[NamedSharding | None] = [None] * len(leaves)
     # A function without shardings may be inlined.
     if [eqn.primitive.name for eqn in jaxpr.eqns] not in (["jit"], ["pjit"]):
@@ -225,12 +229,17 @@ class JittedOnMesh(FunctionOnMesh):
 
         def new() -> Programs:
             fun = with_constants(self.fun, selected.constant) if selected.constant else self.fun
-            call = _Placing(fun, *self._shardings, self._context)
+            # Where it is traced the mesh is set already.
+            call = _Placing(fun, *self._shardings, nullcontext)
             call.__name__ = name_of(self.fun)
             is_explicit = AxisType.Explicit in self.mesh.axis_types
             context = self._set_mesh if selected and is_explicit else self._context
             return _JittedPrograms(
-                "the function on one device", call, selected, context, program=f"{name_of(self.fun)}_on_mesh"
+                "the function on one device",
+                call,
+                selected,
+                context,
+                program=f"{name_of(self.fun)}_on_mesh",
             )
 
         return self._of_selection.get(selected, new)
@@ -238,9 +247,9 @@ class JittedOnMesh(FunctionOnMesh):
 
 def refused(name: str, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that make no sense for a function of `jax.jit`."""
-    if several := [key for key, value in arguments.items() if value is not None and value is not ...]:
+    if several := [
+        key for key, value in arguments.items() if value is not None and value is not ...
+    ]:
         raise TypeError(
             f"{name} is a function of jax.jit, which has no shards: leave out {', '.join(several)}."
         )
-
-
