@@ -226,7 +226,7 @@ def unreduced(x: Any) -> Any:
 def test_a_dropped_psum_inside() -> None:
     text = report(unreduced, jax.device_put(X, on(AUTO, "data")))
     wrapped: Any = unreduced
-    line = wrapped.__wrapped__.__code__.co_firstlineno + 8
+    line = wrapped.__wrapped__.__code__.co_firstlineno + 6
     first = f"unreduced: the calls do not agree, see test_jitted.py:{line}: copies"
     assert text.startswith(first)
     assert "float32[4] with out spec P() is one copy for all shards along 'data'" in text
