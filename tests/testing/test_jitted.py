@@ -11,6 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from statemesh.testing import assert_equivalent
+from statemesh.testing._check import _check
+from statemesh.testing._locate import _locate
 
 
 jnp: Any = jax.numpy
@@ -180,7 +182,14 @@ def report(fun: Any, *args: Any, **more: Any) -> str:
 
 @jax.jit
 def summed(w: Any, x: Any) -> Any:
-    return 2 * total(jnp.tanh(x @ w))
+    hidden = jnp.tanh(x @ w)
+    added = total(hidden)
+    return 2 * added
+
+
+def line_in(fun: Any, number: int) -> str:
+    """The file and number of a line in a function of `jax.jit`, counted from its decorator."""
+    return f"test_jitted.py:{fun.__wrapped__.__code__.co_firstlineno + number}"
 
 
 def placed_wrong() -> tuple[Any, Any]:
@@ -188,13 +197,18 @@ def placed_wrong() -> tuple[Any, Any]:
 
 
 def test_copies_differ_where_a_partition_rule_drops_its_all_reduce() -> None:
-    first, _, head, line, *rest = report(summed, *placed_wrong()).splitlines()
-    path = "copies of summed(...) on several devices differ"
-    assert first == f"summed: the calls do not agree: {path} on mesh data=2, model=2."
+    first, _, head, *place, line, lost, _ = report(summed, *placed_wrong()).splitlines()
+    see, path = line_in(summed, 3), "copies of summed(...) on several devices differ"
+    assert first == f"summed: the calls do not agree, see {see}: {path} on mesh data=2, model=2."
+    assert place[:2] == [
+        "  On the devices values are wrong first here:",
+        f"    {see}: added = total(hidden)",
+    ]
+    assert place[2].startswith("      - `custom_partitioning`: float32[8] with spec P()")
     assert head == "On mesh data=2, model=2, compared with the function on one device:"
     assert line.startswith("  - summed(...): float32[8] with spec P() has one value for all shards")
     assert "on shard data=0, model=0 and" in line
-    assert "The compiled program has lost a reduction" in rest[0]
+    assert "The compiled program has lost a reduction" in lost
 
 
 def test_the_report_names_the_call_the_path_the_spec_and_the_shards() -> None:
@@ -208,10 +222,75 @@ def test_the_report_names_the_call_the_path_the_spec_and_the_shards() -> None:
         return {"sum": jax.lax.with_sharding_constraint(used, on(AUTO, "data", "model"))}, x.sum()
 
     text = report(counted, before, *placed_wrong())
-    first = text.splitlines()[0]
-    assert first.startswith("counted: the calls do not agree: counted(...)[0]['sum'] is off by ")
+    first, see = text.splitlines()[0], line_in(counted, 2)
+    assert first.startswith(
+        f"counted: the calls do not agree, see {see}: counted(...)[0]['sum'] is off"
+    )
     assert "with spec P('data', 'model'), on mesh data=2, model=2, call 2 of 3." in first
     assert "compared with the function on one device" in text
+
+
+@custom_partitioning
+def running(x: Any) -> Any:
+    return jnp.cumsum(x, 0)
+
+
+def _without_what_came_before(mesh: Mesh, args: Any, result: Any) -> Any:
+    del args, result
+    rows = NamedSharding(mesh, P("data"))
+    return mesh, lambda x: jnp.cumsum(x, 0), rows, (rows,)
+
+
+running.def_partition(
+    partition=_without_what_came_before,
+    infer_sharding_from_operands=lambda mesh, args, shape: args[0].sharding,
+    sharding_rule="i j -> i j",
+)
+
+
+def test_the_report_names_the_shards_that_are_wrong() -> None:
+    text = report(jax.jit(running), jax.device_put(X, on(AUTO, "data")))
+    shards = "on shard data=1, model=0 and data=1, model=1, with spec P('data')"
+    assert shards in text.splitlines()[0].replace(", None)", ")")
+
+
+@jax.custom_vjp
+def multiplied(w: Any, x: Any) -> Any:
+    return x @ w
+
+
+def _pull(saved: Any, ct: Any) -> Any:
+    w, x = saved
+    each = (x[:, :, None] * ct[:, None]).reshape(len(x), -1)
+    return total(each).reshape(w.shape), ct @ w.T
+
+
+multiplied.defvjp(lambda w, x: (x @ w, (w, x)), _pull)
+
+
+@jax.jit
+def in_one_line(w: Any, x: Any) -> Any:
+    return multiplied(w, x)
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    w, x = placed_wrong()
+    with pytest.raises(AssertionError) as failure:
+        assert_equivalent(in_one_line, (w, x))
+    text = str(failure.value)
+    see, path = line_in(in_one_line, 2), "copies of the gradient by args[0]"
+    assert text.startswith(f"in_one_line: the calls do not agree, see {see}: {path} on several")
+    assert "It agrees on mesh data=2, model=2, on mesh" in text
+
+
+def test_a_report_ends_without_an_error_of_its_own(monkeypatch: Any) -> None:
+    def failing(*_: Any) -> Any:
+        raise ValueError("no such program")
+
+    monkeypatch.setattr(_locate, "RAISE_FAILURES", False)
+    monkeypatch.setattr(_check, "first_wrong", failing)
+    text = report(summed, *placed_wrong())
+    assert "No line is named, because looking for it failed: ValueError: no such program" in text
 
 
 @jax.jit
@@ -225,9 +304,7 @@ def unreduced(x: Any) -> Any:
 
 def test_a_dropped_psum_inside() -> None:
     text = report(unreduced, jax.device_put(X, on(AUTO, "data")))
-    wrapped: Any = unreduced
-    line = wrapped.__wrapped__.__code__.co_firstlineno + 6
-    first = f"unreduced: the calls do not agree, see test_jitted.py:{line}: copies"
+    first = f"unreduced: the calls do not agree, see {line_in(unreduced, 6)}: copies"
     assert text.startswith(first)
     assert "float32[4] with out spec P() is one copy for all shards along 'data'" in text
 

@@ -14,10 +14,11 @@ import numpy as np
 
 import statemesh as sm
 
+from .._locate import _locate
 from .._locate._locate import located_or_why
 from .._locate._located import Located
 from .._program._choices import Choice
-from .._program._doubled import Doubled, narrowed, widened
+from .._program._doubled import Doubled, Wide, narrowed, widened
 from .._program._jaxprs import Equation
 from .._program._lines import line_of
 from .._program._literals import lost_literals
@@ -27,9 +28,11 @@ from .._types import Args, Numbers, PyTree
 from . import _other_values as values
 from . import _report as report
 from ._bitwise import labels_of_equal_bits
+from ._first_wrong import first_wrong
 from ._form import form_differences
+from ._jitted import JittedOnMesh
 from ._judge import Judge, Mismatch, excused, unequal_copies
-from ._programs import Chain, FunctionOnMesh, Programs, chained, results_of
+from ._programs import Chain, FunctionOnMesh, Programs, Selection, chained, results_of
 from ._progress import progress
 from ._subject import Subject
 from ._untested import CallsMade, untested
@@ -441,12 +444,13 @@ class Check:
             compared = [leaf for leaf in leaves if leaf.number not in self.subject.left_out]
             copies = [unequal_copies(leaf, step, chains) for leaf in compared]
             if lines := [line for line in copies if line]:
-                what = "copies on several devices differ"
-                if self.subject.is_jitted:
-                    differs = next(x for x, line in zip(compared, copies, strict=True) if line)
-                    what = f"copies of {differs.path} on several devices differ"
-                hint = report.LOST if self.subject.is_jitted else report.UNREDUCED
-                raise _Off(step, what, [*lines, hint])
+                if not self.subject.is_jitted:
+                    what = "copies on several devices differ"
+                    raise _Off(step, what, [*lines, report.UNREDUCED])
+                differs = next(x for x, line in zip(compared, copies, strict=True) if line)
+                what = f"copies of {differs.path} on several devices differ"
+                gradient = differs.number >= self.subject.count
+                raise _Off(step, what, [*lines, report.LOST], gradient=gradient)
             off = self.judge.compare("own", step, leaves, chains)
             if calls.reference.is_traced and self.subject.unsharded is not False:
                 off = excused(off, functools.partial(calls.again, step))
@@ -563,8 +567,10 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> tuple[list[str], s
     zeros. Then other values are tried first.
     """
     subject = calls.subject
-    is_alone = subject.unsharded is False or subject.is_jitted
-    if is_alone or not calls.reference.is_traced:
+    if isinstance(calls.on_mesh, JittedOnMesh):
+        selected = subject.selected if gradient else Selection()
+        return _first_on_devices(calls.on_mesh, calls.mesh.exact[step].args, selected)
+    if subject.unsharded is False or not calls.reference.is_traced:
         return [], ""
     reference = subject.unsharded or subject.meshes[0].mapped.unsharded
     args_of_call = narrowed(calls.mesh.exact[step].args)
@@ -584,6 +590,23 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> tuple[list[str], s
             line = place.line if isinstance(place, Located) else ""
             return ["  With generic values:", *lines] if generic else lines, line
     return [], ""
+
+
+def _first_on_devices(
+    on_mesh: JittedOnMesh, args: Wide, selected: Selection
+) -> tuple[list[str], str]:
+    """`first_wrong` for a report, which must not end in an error of its own."""
+    try:
+        return first_wrong(on_mesh, args, selected)
+    except (
+        Exception
+    ) as error:  # A bug of ours, or the compiler refuses the program with more results.
+        if _locate.RAISE_FAILURES:
+            raise
+        text = " ".join(str(error).split())
+        return [
+            f"  No line is named, because looking for it failed: {type(error).__name__}: {text}"
+        ], ""
 
 
 def _is_simple(x: PyTree) -> bool:

@@ -22,6 +22,7 @@ from ._programs import FunctionOnMesh, Programs, Selection, kept, with_constants
 
 # For each leaf of `(args, kwargs)` where it lies; `None` where nobody says so.
 Shardings: TypeAlias = tuple[NamedSharding | None, ...]
+_NOTHING = Selection()
 # Makes the context in which a function is traced and called.
 Context: TypeAlias = Callable[[], AbstractContextManager[object]]
 
@@ -224,23 +225,25 @@ class JittedOnMesh(FunctionOnMesh):
         placed: Args = self.mapped.placed(args)
         return placed
 
+    def programs_of(self, call: Fun, selected: Selection = _NOTHING) -> Programs:
+        """The programs of a function that finds its arguments in their places, as its own reference."""
+        # For gradients with Explicit axes in their types.
+        is_explicit = AxisType.Explicit in self.mesh.axis_types
+        context = self._set_mesh if is_explicit else self._context
+        what, program = "the function on one device", f"{name_of(call)}_on_mesh"
+        return _JittedPrograms(what, call, selected, context, program=program)
+
     def programs(self, selected: Selection, *, unsharded: bool = False) -> Programs:
         del unsharded  # The program on one device is that of the mesh.
 
         def new() -> Programs:
-            fun = with_constants(self.fun, selected.constant) if selected.constant else self.fun
+            fun: Fun = (
+                with_constants(self.fun, selected.constant) if selected.constant else self.fun
+            )
             # Where it is traced the mesh is set already.
             call = _Placing(fun, *self._shardings, nullcontext)
             call.__name__ = name_of(self.fun)
-            is_explicit = AxisType.Explicit in self.mesh.axis_types
-            context = self._set_mesh if selected and is_explicit else self._context
-            return _JittedPrograms(
-                "the function on one device",
-                call,
-                selected,
-                context,
-                program=f"{name_of(self.fun)}_on_mesh",
-            )
+            return self.programs_of(call, selected)
 
         return self._of_selection.get(selected, new)
 

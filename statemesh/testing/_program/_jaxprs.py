@@ -210,6 +210,20 @@ def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:
     return whole
 
 
+def with_all_values(closed: Jaxpr) -> tuple[Jaxpr, list[Equation]]:
+    """A program that gives the results of all its equations, then its own; and the equations of the first."""
+    values = [
+        (var, eqn)
+        for eqn in closed.jaxpr.eqns
+        for var in eqn.outvars
+        if not isinstance(var, core.DropVar) and hasattr(var.aval, "dtype")
+    ]
+    make: Any = core
+    outvars = [*(var for var, _ in values), *closed.jaxpr.outvars]
+    whole = make.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
+    return whole, [eqn for _, eqn in values]
+
+
 # Where values come from
 
 
