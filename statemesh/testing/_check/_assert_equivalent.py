@@ -56,15 +56,15 @@ def assert_equivalent(
     **Arguments:**
 
     - `fun`, `in_specs`, `out_specs`, `state_in_specs`, `state_out_specs`, `check_vma`: as for `shard_map`. Or
-        `fun` is what `shard_map` returned, which has its specs. Or it is a function of `jax.jit`, given without
+        `fun` is what `shard_map` returned, which has its specs. Or it is a function of `jax.jit`, without
         `out_specs`: what the partitioner makes of it is held to the same program on one device. Its mesh is
         that of its shardings or of the arguments'; or `in_specs` place the arguments on each of the `meshes`.
         The programs of the last functions stay compiled: define your function outside of the test, and many
         values cost one compile. A function whose closed-over values or globals have changed is compiled anew.
     - `args`, `kwargs`: the arguments of the first call: a tuple, and a dictionary.
     - `meshes`: each a `jax.sharding.Mesh`, or the sizes of its axes, `{name: size}`. A
-        `jax.sharding.AbstractMesh` has no devices: on it the function is emulated only. Left out for a function
-        of `jax.jit` whose mesh is known.
+        `jax.sharding.AbstractMesh` has no devices: on it the function is emulated only. It may be left out for
+        a function of `jax.jit` whose mesh is known.
     - `unsharded`: a plain function of the same arguments that gives the right results. Left out, `fun` on a
         mesh of one device. Only such a function finds a mistake that one shard makes too, such as a new state
         that is not returned. `False` for a function whose results depend on the mesh: each mesh is then
