@@ -85,16 +85,17 @@ def test_shardings_of_the_arguments_with_static_ones_and_a_constraint() -> None:
 
 
 @jax.jit
-def explicit(w: Any, x: Any) -> Any:
+def explicit(w: Any, x: Any, unused: Any) -> Any:
+    del unused
     hidden = jnp.tanh(x @ w["a"])
     return jnp.dot(hidden, w["b"], out_sharding=on(EXPLICIT, "data")), hidden.sum(0)
 
 
 def test_explicit_axes() -> None:
     w, x = jax.device_put(W, shardings(EXPLICIT)), jax.device_put(X, on(EXPLICIT, "data"))
-    checked = assert_equivalent(explicit, (w, x))
+    checked = assert_equivalent(explicit, (w, x, x))
     assert checked.agreed[:2] == ("on mesh data=2, model=2", "inside jit on mesh data=2, model=2")
-    assert len(checked.differentiated) == 3
+    assert len(checked.differentiated) == 4
 
 
 MESHES: list[Any] = [{"data": 2}, {"data": 4}]
@@ -119,6 +120,27 @@ def test_a_mesh_that_the_caller_has_set() -> None:
     with jax.set_mesh(AUTO):
         checked = assert_equivalent(centered, (x,), gradients=False)
     assert checked.agreed[0] == "on mesh data=2, model=2"
+
+
+@jax.jit
+def by_context(x: Any) -> Any:
+    return x * (1 if jax.sharding.get_abstract_mesh().empty else 2)
+
+
+def test_a_program_is_traced_for_the_mesh_around_it() -> None:
+    x = jax.device_put(X, on(AUTO, "data"))
+    assert assert_equivalent(by_context, (x,), gradients=False).agreed
+    with jax.set_mesh(AUTO):
+        assert assert_equivalent(by_context, (x,), gradients=False).agreed
+
+
+def halved(state: Any) -> Any:
+    return {"x": state["x"] / 2}
+
+
+def test_a_result_is_put_where_jit_takes_it() -> None:
+    step = jax.jit(halved, in_shardings=on(AUTO, "data"), out_shardings=on(AUTO, "model"))
+    assert assert_equivalent(step, ({"x": X},), gradients=False).fed_back
 
 
 @jax.jit
@@ -252,6 +274,17 @@ def test_the_report_names_the_shards_that_are_wrong() -> None:
     text = report(jax.jit(running), jax.device_put(X, on(AUTO, "data")))
     shards = "on shard data=1, model=0 and data=1, model=1, with spec P('data')"
     assert shards in text.splitlines()[0].replace(", None)", ")")
+
+
+def added(x: Any) -> Any:
+    return running(x + 1)
+
+
+@pytest.mark.parametrize("which", ["in_shardings", "out_shardings"])
+def test_the_line_is_found_where_only_jit_knows_the_mesh(which: str) -> None:
+    text = report(jax.jit(added, **{which: on(AUTO, "data")}), X)
+    line = f"test_jitted.py:{added.__code__.co_firstlineno + 1}"
+    assert text.startswith(f"added: the calls do not agree, see {line}: ")
 
 
 @jax.custom_vjp

@@ -63,8 +63,8 @@ def assert_equivalent(
         values cost one compile. A function whose closed-over values or globals have changed is compiled anew.
     - `args`, `kwargs`: the arguments of the first call: a tuple, and a dictionary.
     - `meshes`: each a `jax.sharding.Mesh`, or the sizes of its axes, `{name: size}`. A
-        `jax.sharding.AbstractMesh` has no devices: on it the function is emulated only. It may be left out for
-        a function of `jax.jit` whose mesh is known.
+        `jax.sharding.AbstractMesh` has no devices: on it the function is emulated only. They may be left out
+        for a function of `jax.jit` whose mesh is known.
     - `unsharded`: a plain function of the same arguments that gives the right results. Left out, `fun` on a
         mesh of one device. Only such a function finds a mistake that one shard makes too, such as a new state
         that is not returned. `False` for a function whose results depend on the mesh: each mesh is then
