@@ -98,6 +98,26 @@ def test_explicit_axes() -> None:
     assert len(checked.differentiated) == 4
 
 
+def descent(w: Any, x: Any) -> Any:
+    def loss(w: Any) -> Any:
+        y = jnp.dot(jnp.tanh(x @ w["a"]), w["b"], out_sharding=on(EXPLICIT, "data"))
+        return jnp.mean(jnp.square(y))
+
+    value, grads = jax.value_and_grad(loss)(w)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), value
+
+
+@pytest.mark.slow
+def test_explicit_axes_of_jit_in_a_training_step() -> None:
+    split = shardings(EXPLICIT)
+    step = jax.jit(
+        descent, in_shardings=(split, on(EXPLICIT, "data")), out_shardings=(split, on(EXPLICIT))
+    )
+    checked = assert_equivalent(step, (W, X))
+    assert len(checked.differentiated) == 3
+    assert "inside jit on mesh data=2, model=2" in checked.agreed
+
+
 MESHES: list[Any] = [{"data": 2}, {"data": 4}]
 
 
@@ -282,7 +302,8 @@ def added(x: Any) -> Any:
 
 @pytest.mark.parametrize("which", ["in_shardings", "out_shardings"])
 def test_the_line_is_found_where_only_jit_knows_the_mesh(which: str) -> None:
-    text = report(jax.jit(added, **{which: on(AUTO, "data")}), X)
+    options: dict[str, Any] = {which: on(AUTO, "data")}
+    text = report(jax.jit(added, **options), X)
     line = f"test_jitted.py:{added.__code__.co_firstlineno + 1}"
     assert text.startswith(f"added: the calls do not agree, see {line}: ")
 
