@@ -13,9 +13,10 @@ from .. import _errors as errors
 from .._caches import environment, held_by
 from .._errors import check
 from .._program._trace import name_of
-from .._types import Fun, PyTree, tree_util
+from .._types import Args, Fun, PyTree, tree_util
 from ._check import Check, Checked
 from ._feedback import Named, is_within, path_of
+from ._jitted import is_jitted, jitted_on_meshes, refused
 from ._other_values import as_arrays
 from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
 from ._progress import progress
@@ -28,7 +29,7 @@ def assert_equivalent(
     fun: Fun,
     args: PyTree,
     *,
-    meshes: Iterable[Any],
+    meshes: Iterable[Any] | None = None,
     in_specs: PyTree = ...,
     out_specs: PyTree = ...,
     state_in_specs: PyTree = None,
@@ -55,12 +56,15 @@ def assert_equivalent(
     **Arguments:**
 
     - `fun`, `in_specs`, `out_specs`, `state_in_specs`, `state_out_specs`, `check_vma`: as for `shard_map`. Or
-        `fun` is what `shard_map` returned, which has its specs.
+        `fun` is what `shard_map` returned, which has its specs. Or it is a function of `jax.jit`, without
+        `out_specs`: what the partitioner makes of it is held to the same program on one device. Its mesh is
+        that of its shardings or of the arguments'; or `in_specs` place the arguments on each of the `meshes`.
         The programs of the last functions stay compiled: define your function outside of the test, and many
         values cost one compile. A function whose closed-over values or globals have changed is compiled anew.
     - `args`, `kwargs`: the arguments of the first call: a tuple, and a dictionary.
     - `meshes`: each a `jax.sharding.Mesh`, or the sizes of its axes, `{name: size}`. A
-        `jax.sharding.AbstractMesh` has no devices: on it the function is emulated only.
+        `jax.sharding.AbstractMesh` has no devices: on it the function is emulated only. They may be left out
+        for a function of `jax.jit` whose mesh is known.
     - `unsharded`: a plain function of the same arguments that gives the right results. Left out, `fun` on a
         mesh of one device. Only such a function finds a mistake that one shard makes too, such as a new state
         that is not returned. `False` for a function whose results depend on the mesh: each mesh is then
@@ -136,7 +140,10 @@ def assert_equivalent(
             f"args: a {type(args).__name__}. Give the arguments of the function in a tuple: args=(model, x)."
         )
     several = 'a list of meshes, as in meshes=[{"x": 2}, {"x": 4}]'
-    check(what, "meshes", meshes, Iterable, several)
+    # With out_specs it is a function of shards.
+    jitted = is_jitted(fun) and out_specs is ...
+    if meshes is not None or not jitted:
+        check(what, "meshes", meshes, Iterable, several)
     check(what, "check_vma", check_vma, bool | None, flag)
     if unsharded is not None and unsharded is not False and not callable(unsharded):
         expected = "a function, False, or None for the function itself on one device"
@@ -159,8 +166,8 @@ def assert_equivalent(
     check(what, "keep", keep, str | Collection, 'paths of arguments, as in keep=["args[1]"]')
     if steps is not None and steps < 1:
         raise ValueError(f"steps: {steps}. Give the number of calls in a row, at least 1.")
-    on_meshes = [mesh_of(mesh) for mesh in meshes]
-    if not on_meshes:
+    each = None if meshes is None else [mesh_of(mesh) for mesh in meshes]
+    if each == []:
         raise ValueError('meshes: the list is empty. Give at least one mesh: meshes=[{"x": 2}].')
     specs: dict[str, PyTree] = {
         "in_specs": in_specs,
@@ -177,11 +184,17 @@ def assert_equivalent(
             f"{', '.join(twice)}, or give the function that it was made from."
         )
     missing = [key for key in ("in_specs", "out_specs") if specs[key] is ...]
-    if not is_mapped and missing:
+    if jitted:
+        others = {key: value for key, value in specs.items() if key != "in_specs"}
+        refused(
+            name, {**others, "unsharded": unsharded is False or None, "bitwise": bitwise or None}
+        )
+    elif not is_mapped and missing:
         raise TypeError(
             f"{name} is not mapped yet: give {' and '.join(missing)}, or the function that shard_map returns."
         )
-    call = as_arrays((tuple(args), dict(kwargs or {})))
+    given: Args = (tuple(args), dict(kwargs or {}))
+    call = as_arrays(given)
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(call)[0]]
     if unknown := [path for path in keep if not any(is_within(known, path) for known in paths)]:
@@ -189,13 +202,18 @@ def assert_equivalent(
             f"keep: no argument has the path {', '.join(map(repr, unknown))}. The paths of the arguments are "
             f"{', '.join(paths)}; a shorter one, such as 'args[0]', stands for all that begin with it."
         )
-    key = environment(fun, *held_by(call))
-    statics = None if is_mapped else StaticLeaves({**specs, "check_vma": check_vma is not False})
     with progress(f"{name}: tracing"):
+        if jitted:
+            on_meshes = jitted_on_meshes(fun, given, each, in_specs)
+        else:
+            key = environment(fun, *held_by(call))
+            specs["check_vma"] = check_vma is not False
+            statics = None if is_mapped else StaticLeaves(specs)
+            on_meshes = [kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in each or ()]
         subject = Subject(
             name=name,
             args=call,
-            meshes=[kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in on_meshes],
+            meshes=on_meshes,
             unsharded=unsharded,
             steps=steps,
             gradients=gradients,
@@ -204,6 +222,7 @@ def assert_equivalent(
             leave_out=leave_out,
             keep=keep,
             bitwise=bitwise,
+            is_jitted=jitted,
         )
     comparisons = Check(subject)
     comparisons.run()

@@ -14,10 +14,11 @@ import numpy as np
 
 import statemesh as sm
 
+from .._locate import _locate
 from .._locate._locate import located_or_why
 from .._locate._located import Located
 from .._program._choices import Choice
-from .._program._doubled import Doubled, narrowed, widened
+from .._program._doubled import Doubled, Wide, narrowed, widened
 from .._program._jaxprs import Equation
 from .._program._lines import line_of
 from .._program._literals import lost_literals
@@ -27,9 +28,11 @@ from .._types import Args, Numbers, PyTree
 from . import _other_values as values
 from . import _report as report
 from ._bitwise import labels_of_equal_bits
+from ._first_wrong import first_wrong
 from ._form import form_differences
+from ._jitted import JittedOnMesh
 from ._judge import Judge, Mismatch, excused, unequal_copies
-from ._programs import Chain, FunctionOnMesh, Programs, chained, results_of
+from ._programs import Chain, FunctionOnMesh, Programs, Selection, chained, results_of
 from ._progress import progress
 from ._subject import Subject
 from ._untested import CallsMade, untested
@@ -131,6 +134,8 @@ class Calls:
     def mesh(self) -> Chain:
         """The calls on the mesh in double precision."""
         programs, args = self.subject.programs(self.on_mesh), widened(self.args)
+        if programs is self.reference:
+            return self.right
         with self.subject.noting(self.on_mesh.label):
             return Chain(programs, args, self.subject.feed, self.steps, self.reference)
 
@@ -146,7 +151,7 @@ class Calls:
         try:
             # A new chain runs all anew: what has raised once may not raise again.
             Chain(reference, widened(self.args), feed, self.steps).moved("own", FEW_RUNS)
-            call = reference.jitted if reference.is_traced else reference.call
+            call = reference.on_one_device if reference.is_traced else reference.call
             chained(call, self.args, self.steps, feed)
         except Exception:  # Whatever the user's function raises, or a library in it.
             return True
@@ -154,7 +159,7 @@ class Calls:
 
     def again(self, step: int) -> list[Numbers]:
         """The numbers of a call of the reference in its own dtypes."""
-        results = chained(self.reference.jitted, self.args, step + 1, self.subject.feed)
+        results = chained(self.reference.on_one_device, self.args, step + 1, self.subject.feed)
         return list(map(numbers, jax.tree.leaves(results[step])))
 
 
@@ -170,6 +175,7 @@ class _Off(Exception):
     - `count`: how many results are off.
     - `gradient`: whether only the gradient is.
     - `has_line`: whether a line of the program can be at fault.
+    - `line`: the line that is, if nothing else is found.
     - `of_range`: whether nothing but the range of a dtype is at fault.
     """
 
@@ -179,6 +185,7 @@ class _Off(Exception):
     count: int = 1
     gradient: bool = False
     has_line: bool = True
+    line: str = ""
     of_range: bool = False
 
 
@@ -221,7 +228,8 @@ class Check:
             if subject.bitwise:
                 with progress(f"{subject.name}: bits"):
                     self.agreed += labels_of_equal_bits(subject)
-            self._inside_jit(calls)
+            if subject.selected or not subject.is_jitted:
+                self._inside_jit(calls)
             self._moved(calls, before, results)
         self._with_other_values()
 
@@ -239,6 +247,9 @@ class Check:
         large = values.large(subject.args, subject.keep)
         for calls in self._with("large values", large, counts_on_devices=_overflows, extreme=True):
             self._compared(calls)
+        if subject.is_jitted:
+            # NaN runs in double precision only, where the program would be compared with itself.
+            return
         with_nan = values.one_nan(subject.args, subject.keep, subject.call.split)
         if with_nan is None:
             return
@@ -265,7 +276,8 @@ class Check:
             new = values.later(args, subject.keep, fed_back, counters, count)
             what = f"counters at {count}" if counters else "the next batch"
             label = f"{calls.label} and {what}"
-            self._compared(dataclasses.replace(calls, label=label, args=new, on_devices=False))
+            on_devices = subject.is_jitted
+            self._compared(dataclasses.replace(calls, label=label, args=new, on_devices=on_devices))
 
     def _near_thresholds(self) -> None:
         """Compare calls with values at which what was not chosen so far may be chosen."""
@@ -277,7 +289,8 @@ class Check:
             if self.failed or not self._untaken():
                 return
             new = values.within(subject.args, subject.keep, 2 * size)
-            for calls in self._with(f"values up to {2 * size:.4g}", new, on_devices=False):
+            label, on_devices = f"values up to {2 * size:.4g}", subject.is_jitted
+            for calls in self._with(label, new, on_devices=on_devices):
                 self._compared(calls)
 
     def _replayed(self) -> list[Doubled]:
@@ -330,10 +343,12 @@ class Check:
                 place, line = (
                     located_in(calls, off.step, gradient=gradient) if off.has_line else ([], "")
                 )
+                line = line or off.line
             if off.of_range:
                 self.overflows.append(report.overflow(off.what, label, line))
                 return
-            self.headline = f"{f', see {line}' if line else ''}: {off.what} {label}"
+            in_call = which if self.subject.is_jitted else ""
+            self.headline = f"{f', see {line}' if line else ''}: {off.what} {label}{in_call}"
             head = f"{call}, compared with {calls.reference.what}:"
             self.failed.append("\n".join([head, *place, *off.lines]))
         except Exception as error:
@@ -377,7 +392,7 @@ class Check:
         label = f"inside jit {calls.on_mesh.label}"
         with self._recording(calls, label):
             with self.subject.noting(label):
-                placed = calls.on_mesh.mapped.place(*calls.args[0]), calls.args[1]
+                placed = calls.on_mesh.placed(calls.args)
                 jitted = self.subject.programs(calls.on_mesh).jitted
                 results = chained(jitted, placed, calls.steps, self.subject.feed)
             self._compare_devices(calls, results)
@@ -412,7 +427,8 @@ class Check:
         self._compare_forms(calls, step, call.results.types, right.results.types)
         if broken := calls.mesh.broken(step):
             copies = "copies that should be the same differ"
-            raise _Off(step, copies, report.broken_promises(broken))
+            line = line_of(broken[0].eqn) if self.subject.is_jitted else None
+            raise _Off(step, copies, report.broken_promises(broken), line=str(line or ""))
         leaves = self.subject.leaves(call.results.types, call.numbers)
         # A function of NumPy computes in its own dtypes only.
         rounding: Rounding = "double" if calls.reference.is_traced else "own"
@@ -428,8 +444,13 @@ class Check:
             compared = [leaf for leaf in leaves if leaf.number not in self.subject.left_out]
             copies = [unequal_copies(leaf, step, chains) for leaf in compared]
             if lines := [line for line in copies if line]:
-                what = "copies on several devices differ"
-                raise _Off(step, what, [*lines, report.UNREDUCED])
+                if not self.subject.is_jitted:
+                    what = "copies on several devices differ"
+                    raise _Off(step, what, [*lines, report.UNREDUCED])
+                differs = next(x for x, line in zip(compared, copies, strict=True) if line)
+                what = f"copies of {differs.path} on several devices differ"
+                gradient = differs.number >= self.subject.count
+                raise _Off(step, what, [*lines, report.LOST], gradient=gradient)
             off = self.judge.compare("own", step, leaves, chains)
             if calls.reference.is_traced and self.subject.unsharded is not False:
                 off = excused(off, functools.partial(calls.again, step))
@@ -446,6 +467,8 @@ class Check:
         shown = [mismatch for mismatch in off if mismatch.leaf.number < count] or off
         shown = _with_arrays_of_mesh(calls, shown)
         what, lines = report.headline(shown), report.results(shown)
+        if self.subject.is_jitted:
+            what += report.layout(shown[0])
         gradient = shown[0].leaf.number >= count
         # Data near the largest float16 is the check's, not the caller's: sums of shards have no room there.
         of_range = counts is _overflows and self.subject.call.uses(jnp.float16)
@@ -528,7 +551,7 @@ def _is_of_nan(without: Calls, mismatch: Mismatch) -> bool:
 def _with_arrays_of_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch]:
     """The mismatches, the largest first, with the arrays as they lie on the mesh."""
     shown = sorted(off, key=lambda mismatch: -mismatch.size)
-    if not calls.on_mesh.has_devices:
+    if not calls.on_mesh.has_devices or calls.subject.is_jitted:
         return shown
     args, kwargs = calls.args
     arrays = dict(enumerate(jax.tree.leaves(calls.on_mesh.mapped(*args, **kwargs))))
@@ -544,6 +567,9 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> tuple[list[str], s
     zeros. Then other values are tried first.
     """
     subject = calls.subject
+    if isinstance(calls.on_mesh, JittedOnMesh):
+        selected = subject.selected if gradient else Selection()
+        return _first_on_devices(calls.on_mesh, calls.mesh.exact[step].args, selected)
     if subject.unsharded is False or not calls.reference.is_traced:
         return [], ""
     reference = subject.unsharded or subject.meshes[0].mapped.unsharded
@@ -564,6 +590,23 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> tuple[list[str], s
             line = place.line if isinstance(place, Located) else ""
             return ["  With generic values:", *lines] if generic else lines, line
     return [], ""
+
+
+def _first_on_devices(
+    on_mesh: JittedOnMesh, args: Wide, selected: Selection
+) -> tuple[list[str], str]:
+    """`first_wrong` for a report, which must not end in an error of its own."""
+    try:
+        return first_wrong(on_mesh, args, selected)
+    except (
+        Exception
+    ) as error:  # A bug of ours, or the compiler refuses the program with more results.
+        if _locate.RAISE_FAILURES:
+            raise
+        text = " ".join(str(error).split())
+        return [
+            f"  No line is named, because looking for it failed: {type(error).__name__}: {text}"
+        ], ""
 
 
 def _is_simple(x: PyTree) -> bool:

@@ -112,6 +112,12 @@ class Mismatch:
         return [errors.axes_str(at) for at, index in parts if _covers(index, self.worst, shape)]
 
     @cached_property
+    def off_shards(self) -> list[str]:
+        """The shards that hold a number that is off."""
+        parts = self.leaf.parts
+        return [errors.axes_str(at) for at, index in parts if self.deviation[index].any()]
+
+    @cached_property
     def size(self) -> float:
         """The largest difference in parts of the largest number of the reference."""
         if not self.same_shape:

@@ -175,7 +175,7 @@ def differentiable(selected: Selection, traces: Callable[[Selection], Any]) -> S
     return without
 
 
-def _with_constants(fun: Fun, numbers: Sequence[int]) -> Fun:
+def with_constants(fun: Fun, numbers: Sequence[int]) -> Fun:
     """The function of shards with these leaves of its results taken for constants."""
 
     def held(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -259,6 +259,10 @@ class Programs:
         with self._context():
             result, rest = self._compiled.get(StaticLeaves(statics), new)(arrays)
         return eqx.combine(result, rest.tree)
+
+    def on_one_device(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Call a reference in the dtypes of the program."""
+        return self.jitted(*args, **kwargs)
 
 
 def chained(call: Fun, args: Args, steps: int, feed: Feed) -> list[PyTree]:
@@ -427,13 +431,17 @@ class FunctionOnMesh:
     def has_devices(self) -> bool:
         return isinstance(self.mesh, Mesh)
 
+    def placed(self, args: Args) -> Args:
+        """The arguments where they lie on the mesh."""
+        return self.mapped.place(*args[0]), args[1]
+
     def programs(self, selected: Selection, *, unsharded: bool = False) -> Programs:
         """The programs that give the results and the gradient, on the mesh or on one device."""
 
         def new() -> Programs:
             mapped, name = self.mapped, name_of(self.mapped)
             if selected.constant:
-                mapped = self._map(_with_constants(self.fun, selected.constant))
+                mapped = self._map(with_constants(self.fun, selected.constant))
             if unsharded:
                 what, program = "the function on one device", f"{name}_on_one_device"
                 return Programs(what, mapped.unsharded, selected, program=program)

@@ -5,6 +5,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+from .. import _errors as errors
 from .._errors import short
 from .._program._lines import SourceLine
 from .._program._replay import MOST_ROUNDS, BrokenPromise
@@ -12,11 +13,17 @@ from ._judge import Mismatch
 
 
 UNREDUCED = "    Reduce it (jax.lax.psum, pmean), let a state's `reduce` do it, or name its axes in the spec."
+LOST = (
+    "    The compiled program has lost a reduction: in a `custom_partitioning`, in a `shard_map` without "
+    "`check_vma`,\n    or in the partitioner."
+)
 UNEVEN = "    Some shards would wait in these collectives for others that never come."
 
 # The name and the words of an error at the end of a traceback.
 _OF_CALLBACK = re.compile(r"^(\w*(?:Error|Exception): .*)$", re.MULTILINE)
 
+# So many shards are named; the others are counted.
+MOST_SHARDS = 2
 # So many lines on results that are off; the others are counted.
 MOST_RESULTS = 4
 
@@ -48,6 +55,22 @@ def headline(shown: Sequence[Mismatch]) -> str:
         off += f"{short(first.want[first.worst].item())},"
     others = f" and {more} more {'is' if more == 1 else 'are'} off" if more else ""
     return f"{first.leaf.path} is {off}{others}"
+
+
+def layout(mismatch: Mismatch) -> str:
+    """How an array lies on the mesh, and on which shards it is off."""
+    spec = getattr(getattr(mismatch.leaf.array, "sharding", None), "spec", None)
+    if spec is None or not mismatch.same_shape:
+        return ""
+    off, count = mismatch.off_shards, len(mismatch.leaf.parts)
+    shown = " and ".join(off[:MOST_SHARDS])
+    some = (
+        f"{len(off)} of {count} shards, first on {shown}"
+        if len(off) > MOST_SHARDS
+        else f"shard {shown}"
+    )
+    where = "every shard" if len(off) == count else some
+    return f" on {where}, with spec {errors.spec_str(spec)},"
 
 
 def _is_finite(mismatch: Mismatch) -> bool:

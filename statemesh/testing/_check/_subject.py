@@ -59,6 +59,7 @@ class Subject:
     leave_out: Any
     keep: Collection[str]
     bitwise: bool
+    is_jitted: bool
 
     def __post_init__(self) -> None:
         self.types = widened(self.args).types

@@ -120,7 +120,7 @@ class Doubled:
     """
 
     def __init__(self, name: str, program: str, traced: Trace, args: Sequence[AnyLeaf]) -> None:
-        self._program = program
+        self._name, self._program = name, program
         self.trace, jaxpr = traced, traced.closed.jaxpr
         self._inputs = [k for k, x in enumerate(args) if is_array_or_type(x)]
         self._outputs = [
@@ -159,6 +159,20 @@ class Doubled:
         self.sides |= {side: True for side, seen in self._replay.sides(differences).items() if seen}
         broken = self._replay.broken(differences, self.trace.paths)
         return Called(args, results, broken, self._replay.unended(differences))
+
+    def in_own_dtypes(self, args: PyTree) -> PyTree:
+        """The results of the replay in the dtypes of the program."""
+        arrays = [on_one_device(x) for x in jax.tree.leaves(args) if is_array_or_type(x)]
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            consts = [on_one_device(jnp.asarray(x)) for x in self.trace.closed.consts]
+            results, _ = self._in_own_dtypes(*consts, *arrays)
+        return self.trace.results(results)
+
+    @cached_property
+    def _in_own_dtypes(self) -> Fun:
+        replay = Replay(self._name, self.trace.closed.jaxpr)
+        replay.__name__ = f"{self._program}_on_one_device"
+        return jax.jit(replay, compiler_options=compile_unfused())
 
     @cached_property
     def literals(self) -> frozenset[tuple[str, float]]:

@@ -28,7 +28,7 @@ _LINEAR_SOLVE = "custom_linear_solve"
 # JAX differentiates the traced program, never its replay.
 CALLS = (
     *("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat", "remat2", "checkpoint"),
-    "composite",
+    *("composite", "custom_partitioning"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", _LINEAR_SOLVE),
 )
 
@@ -208,6 +208,20 @@ def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:
         return run(make.ClosedJaxpr(closed.jaxpr, arrays[:count]))(*arrays[count:])
 
     return whole
+
+
+def with_all_values(closed: Jaxpr) -> tuple[Jaxpr, list[Equation]]:
+    """A program that gives the results of all its equations, then its own; and the equations of the first."""
+    values = [
+        (var, eqn)
+        for eqn in closed.jaxpr.eqns
+        for var in eqn.outvars
+        if not isinstance(var, core.DropVar) and hasattr(var.aval, "dtype")
+    ]
+    make: Any = core
+    outvars = [*(var for var, _ in values), *closed.jaxpr.outvars]
+    whole = make.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
+    return whole, [eqn for _, eqn in values]
 
 
 # Where values come from

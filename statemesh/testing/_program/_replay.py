@@ -56,11 +56,13 @@ class BrokenPromise(NamedTuple):
     - `text`: which it is, and by how much and where it differs.
     - `amount`: the largest difference.
     - `is_predicate`: whether shards would wait in collectives for others that never come.
+    - `eqn`: the equation that makes it.
     """
 
     text: str
     amount: float
     is_predicate: bool
+    eqn: Equation
 
 
 class Frame:
@@ -506,7 +508,7 @@ class _Promise:
                 f"one copy for all shards along {errors.names(left)}, but differs by {amount:.6g} {at}"
                 f"between {shards[0]} and {shards[1]}"
             )
-        return BrokenPromise(text, amount, self.spec is None)
+        return BrokenPromise(text, amount, self.spec is None, self.eqn)
 
 
 def _promises(jaxpr: Jaxpr) -> Iterator[_Promise]:
