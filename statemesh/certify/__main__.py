@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from ._run import Judged
@@ -32,53 +32,60 @@ def main() -> None:
         "--out", type=pathlib.Path, default=pathlib.Path("certify"), help="a folder"
     )
     parser.add_argument("--every", type=int, default=1, help="every N-th row only")
+    parser.add_argument("--missing", action="store_true", help="only what the file lacks")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("names", nargs="*", help="rows, such as jax.numpy.sort; all if left out")
     options = parser.parse_args()
     start = time.monotonic()
     known = _worker("names", [])
+    file: pathlib.Path = options.out / f"jax-{known['jax']}.json"
+    table: dict[str, Any] = {"jax": known["jax"], "seconds": 0, "untried": [], "rows": {}}
+    # The primitives that `jax.lax` shows and no row has reached.
+    table["unreached"] = known["primitives"]
+    if options.missing and file.exists():
+        table = json.loads(file.read_text())
+    tried = {*table["rows"], *table["untried"]}
     names = options.names or known["names"][:: options.every]
+    names = [name for name in names if name not in tried]
     chunks = [names[k : k + _TOGETHER] for k in range(0, len(names), _TOGETHER)]
-    parts = []
     with ThreadPoolExecutor(options.processes) as pool:
-        for part in pool.map(_run, chunks):
-            parts.append(part)
-            done = min(len(parts) * _TOGETHER, len(names))
-            print(f"{done} of {len(names)}, after {time.monotonic() - start:.0f} s", flush=True)
-    versions: dict[str, str] = {key: v for part in parts for key, v in part["versions"].items()}
-    out: pathlib.Path = options.out
-    file = out / f"jax-{versions['jax']}.json"
-    programs = pathlib.Path("programs") / versions["jax"]
-    (out / programs).mkdir(parents=True, exist_ok=True)
-    rows: dict[str, Any] = {}
-    for part in parts:
-        for name, row in part["rows"].items():
-            files = {}
-            for cell, text in row["programs"]:
-                judged = Judged(**cell)
-                path = programs / f"{name}-{judged.mode}-{judged.column.replace(' ', '-')}.py"
-                (out / path).write_text(text)
-                files[judged] = str(path)
-            rows[name] = table_row(row["line"], [Judged(**cell) for cell in row["cells"]], files)
-    untried = [name for part in parts for name in part["untried"]]
-    reached = {name for part in parts for name in part["primitives"]}
-    table = {
-        "jax": versions["jax"],
-        "seconds": round(time.monotonic() - start),
-        # Functions that no line fits, and primitives that `jax.lax` shows and no row reaches.
-        "untried": untried,
-        "unreached": sorted({*known["primitives"]} - reached),
-        "rows": rows,
-    }
+        running = [pool.submit(_run, chunk) for chunk in chunks]
+        for done, future in enumerate(as_completed(running), 1):
+            _add(table, future.result(), options.out)
+            file.write_text(as_text(table))
+            print(
+                f"{done} of {len(chunks)} parts, after {time.monotonic() - start:.0f} s", flush=True
+            )
+    table["seconds"] += round(time.monotonic() - start)
+    in_order = [name for name in known["names"] if name in table["rows"]]
+    table["rows"] = {name: table["rows"][name] for name in in_order}
     file.write_text(as_text(table))
+    out: pathlib.Path = options.out
     tables = [json.loads(each.read_text()) for each in sorted(out.glob("jax-*.json"), reverse=True)]
     (out / "table.html").write_text(page(tables))
-    print(f"{file}: {len(rows)} functions, {counts(rows)}")
+    print(f"{file}: {len(table['rows'])} functions, {counts(table['rows'])}")
     for other in tables:
-        for name, mode, column, before, after in differences(other["rows"], rows):
+        for name, mode, column, before, after in differences(other["rows"], table["rows"]):
             print(
                 f"{name}, {mode}, {column}: {before} on {other['jax']}, {after} on {table['jax']}"
             )
+
+
+def _add(table: dict[str, Any], part: dict[str, Any], out: pathlib.Path) -> None:
+    """Put what came of some rows into the table, and the programs of what is wrong into files."""
+    programs = pathlib.Path("programs") / table["jax"]
+    (out / programs).mkdir(parents=True, exist_ok=True)
+    for name, row in part["rows"].items():
+        files = {}
+        for cell, text in row["programs"]:
+            judged = Judged(**cell)
+            path = programs / f"{name}-{judged.mode}-{judged.column.replace(' ', '-')}.py"
+            (out / path).write_text(text)
+            files[judged] = str(path)
+        cells = [Judged(**cell) for cell in row["cells"]]
+        table["rows"][name] = table_row(row["line"], cells, files)
+    table["untried"] += part["untried"]
+    table["unreached"] = sorted({*table["unreached"]} - {*part["primitives"]})
 
 
 def _run(names: list[str]) -> dict[str, Any]:
@@ -93,14 +100,13 @@ def _run(names: list[str]) -> dict[str, Any]:
     if len(names) == 1:
         cell = Judged("shard_map", "value", "", "raw", ended)
         row = {"line": "", "cells": [dataclasses.asdict(cell)], "programs": []}
-        return {"rows": {names[0]: row}, "untried": [], "primitives": [], "versions": {}}
+        return {"rows": {names[0]: row}, "untried": [], "primitives": []}
     half = len(names) // 2
     first, second = _run(names[:half]), _run(names[half:])
     return {
         "rows": first["rows"] | second["rows"],
         "untried": first["untried"] + second["untried"],
         "primitives": first["primitives"] + second["primitives"],
-        "versions": first["versions"] | second["versions"],
     }
 
 

@@ -100,9 +100,9 @@ def cells(row: Row, modes: Sequence[str] = MODES) -> Iterator[Cell]:
 
 
 def _varying(count: int) -> list[tuple[int, ...]]:
-    """The operands that differ between shards: none, each of the first two, and all."""
+    """The operands that differ between shards: none, each of the first two, and all of more."""
     alone = [(k,) for k in range(min(count, 2))]
-    return list(dict.fromkeys([(), *alone, tuple(range(count))]))
+    return [(), *alone, *([tuple(range(count))] if count > 2 else [])]
 
 
 def _of_map(

@@ -122,12 +122,10 @@ def test_a_table_says_the_worst_of_a_cell() -> None:
 def test_the_public_tables() -> None:
     """With statemesh nothing is wrong in silence, and each wrong cell has a program that shows it."""
     files = sorted(TABLES.glob("jax-*.json"))
-    assert len(files) == 2
+    assert files
     for file in files:
         table = json.loads(file.read_text())
-        assert len(table["rows"]) > 900
-        for mode, wrong in (("statemesh", 0), ("shard_map", 10)):
-            assert _table.counts(table["rows"], (mode,))["wrong"] >= wrong
+        assert _table.counts(table["rows"], ("shard_map",))["wrong"] >= 10
         assert _table.counts(table["rows"], ("statemesh",))["wrong"] == 0
         assert _table.counts(table["rows"])["unconfirmed"] == 0
         for row in table["rows"].values():
@@ -144,6 +142,8 @@ def test_a_tenth_of_the_table_is_as_it_was(tmp_path: pathlib.Path) -> None:
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     (file,) = tmp_path.glob("jax-*.json")
     made = json.loads(file.read_text())
-    assert len(made["rows"]) > 90
+    rows = made["rows"]
+    assert len(rows) > 90
+    assert _table.counts(rows, ("statemesh",))["wrong"] == _table.counts(rows)["unconfirmed"] == 0
     known = json.loads((TABLES / file.name).read_text())["rows"]
-    assert list(_table.differences(known, made["rows"])) == []
+    assert list(_table.differences(known, rows)) == []
