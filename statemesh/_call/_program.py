@@ -229,7 +229,7 @@ class Program:
         """
         if not self.declared.jit or compat.jit_disabled():
             outputs, back = self.steps(*ready)
-            if isinstance(self.layout.varying(), FromTypes):
+            if isinstance(self.layout, OnMesh) and self.layout.check_vma:
                 _check_copies(self.declared.name, outputs, back)
         else:
             compiled, spared = self._compiled or self._compile(ready, ANY_CALL)
