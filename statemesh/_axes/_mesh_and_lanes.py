@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
-from .._base._checks import check_names
+from .._base._checks import check_names, is_inexact
 from .._base._errors import StatemeshError, quoted
 from .._base._types import NO_AXES, Axes, AxisName, PyTree, SeveralAxes, flat_names
 from .._jax import _compat as compat
@@ -150,7 +150,7 @@ def _as_jax(reduce: Callable[..., list[AnyArray]]) -> Callable[..., PyTree]:
     def of_tree(tree: PyTree, lanes: Sequence[AxisName]) -> PyTree:
         def of_leaf(x: AnyArray) -> AnyArray:
             # A derivative that is taken in each lane needs copies, and one of all lanes does not.
-            copies = reduce is psum and compat.is_derived_in_lanes(x)
+            copies = reduce is psum and is_inexact(x) and compat.is_derived_in_lanes(x)
             return total(x, lanes) if copies else reduce([x], lanes)[0]
 
         return jax.tree.map(lambda x: of_leaf(jnp.asarray(x)), tree)

@@ -194,6 +194,18 @@ def test_a_collective_over_lanes_of_a_vmap() -> None:
 
     np.testing.assert_array_equal(mapped(lanes)(X), [-1.5, -0.5, 0.5, 1.5] * 2)
 
+    def counts(x: Any) -> Any:
+        """A whole number that all lanes have is one value, and so is its sum."""
+        count = jax.vmap(
+            lambda y: lax.psum(jnp.int32(1) + 0 * lax.axis_index("x"), "lane"),
+            0,
+            None,
+            axis_name="lane",
+        )
+        return count(x)[None]
+
+    np.testing.assert_array_equal(mapped(counts)(X), [4, 4])
+
     def asserting(x: Any) -> Any:
         assert x.ndim == 2
         return x
