@@ -104,6 +104,17 @@ def test_what_types_lose_is_wrong_in_jax_and_not_here() -> None:
             assert {*outcome} <= {"right"}, (mode, column)
 
 
+@pytest.mark.slow
+def test_what_cannot_be_compared_is_not_called_wrong() -> None:
+    """One function draws other numbers at each call; NaN is equal to itself."""
+    rows, _ = _rows.rows(["jax.lax.rng_uniform"])
+    rows["jax.numpy.log"] = _rows.row("jax.numpy.log", "f(-a[0, :2])")
+    found, _ = run(rows, ["unchecked"])
+    assert {cell.outcome for cell in found["jax.lax.rng_uniform"]} == {"none"}
+    values = [cell.outcome for cell in found["jax.numpy.log"] if cell.column == "value"]
+    assert {*values} == {"right"}
+
+
 def test_a_table_says_the_worst_of_a_cell() -> None:
     cells = [
         Judged("shard_map", "value", "a", "right"),
@@ -146,15 +157,15 @@ def test_the_public_tables() -> None:
 
 
 @pytest.mark.slow
-def test_a_tenth_of_the_table_is_as_it_was(tmp_path: pathlib.Path) -> None:
+def test_a_part_of_the_table_is_as_it_was(tmp_path: pathlib.Path) -> None:
     """Run as the command runs it. An outcome that changes is to be looked at, and the table made anew."""
-    command = [sys.executable, "-m", "statemesh.certify", "--out", str(tmp_path), "--every", "10"]
+    command = [sys.executable, "-m", "statemesh.certify", "--out", str(tmp_path), "--every", "40"]
     environment = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     (file,) = tmp_path.glob("jax-*.json")
     made = json.loads(file.read_text())
     rows = made["rows"]
-    assert len(rows) > 90
+    assert len(rows) > 20
     assert _table.counts(rows, ("statemesh",))["wrong"] == _table.counts(rows)["unconfirmed"] == 0
     known = json.loads((TABLES / file.name).read_text())["rows"]
     assert list(_table.differences(known, rows)) == []
