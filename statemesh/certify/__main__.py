@@ -1,7 +1,7 @@
 """`python -m statemesh.certify`: which functions are right when sharded, for the JAX that is installed.
 
-It writes `jax-VERSION.json`, short programs that show what is wrong, and `table.html`, a page with all tables
-in the folder.
+It adds to `jax-VERSION.json`, and writes short programs that show what is wrong, and `table.html`, a
+page with all tables in the folder.
 """
 
 import argparse
@@ -42,11 +42,11 @@ def main() -> None:
     table: dict[str, Any] = {"jax": known["jax"], "seconds": 0, "untried": [], "rows": {}}
     # The primitives that `jax.lax` shows and no row has reached.
     table["unreached"] = known["primitives"]
-    if options.missing and file.exists():
+    if file.exists():
         table = json.loads(file.read_text())
-    tried = {*table["rows"], *table["untried"]}
     names = options.names or known["names"][:: options.every]
-    names = [name for name in names if name not in tried]
+    if options.missing:
+        names = [name for name in names if name not in {*table["rows"], *table["untried"]}]
     chunks = [names[k : k + _TOGETHER] for k in range(0, len(names), _TOGETHER)]
     with ThreadPoolExecutor(options.processes) as pool:
         running = [pool.submit(_run, chunk) for chunk in chunks]
@@ -84,7 +84,7 @@ def _add(table: dict[str, Any], part: dict[str, Any], out: pathlib.Path) -> None
             files[judged] = str(path)
         cells = [Judged(**cell) for cell in row["cells"]]
         table["rows"][name] = table_row(row["line"], cells, files)
-    table["untried"] += part["untried"]
+    table["untried"] = sorted({*table["untried"], *part["untried"]})
     table["unreached"] = sorted({*table["unreached"]} - {*part["primitives"]})
 
 
