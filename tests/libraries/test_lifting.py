@@ -196,12 +196,8 @@ def test_a_collective_over_lanes_of_a_vmap() -> None:
 
     def counts(x: Any) -> Any:
         """A whole number that all lanes have is one value, and so is its sum."""
-        count = jax.vmap(
-            lambda y: lax.psum(jnp.int32(1) + 0 * lax.axis_index("x"), "lane"),
-            0,
-            None,
-            axis_name="lane",
-        )
+        one = jnp.int32(1) + 0 * lax.axis_index("x")
+        count: Any = jax.vmap(lambda y: lax.psum(one, "lane"), 0, None, axis_name="lane")
         return count(x)[None]
 
     np.testing.assert_array_equal(mapped(counts)(X), [4, 4])
