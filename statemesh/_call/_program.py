@@ -551,15 +551,14 @@ def _check_copies(name: str, outputs: Sequence[Leaf], back: WriteBack) -> None:
         # What is unreduced is the parts of a sum.
         if not isinstance(source, Output) or back.placements[source.index].spec.unreduced:
             continue
-        first: dict[str, jax.Shard] = {}
+        first: dict[str, tuple[jax.Device, bytes]] = {}
         for shard in outputs[source.index].addressable_shards:
-            usual = first.setdefault(repr(shard.index), shard)
-            if _bytes(usual.data) != _bytes(shard.data):
+            copy = _bytes(shard.data)
+            usual, expected = first.setdefault(repr(shard.index), (shard.device, copy))
+            if copy != expected:
                 spec = spec_str(back.placements[source.index].spec)
                 what = f"{path_str(key_path, f'{name}(...)')}: {describe(outputs[source.index])}, spec {spec}"
-                differ.append(
-                    f"{what}, of which {usual.device} and {shard.device} hold different copies"
-                )
+                differ.append(f"{what}, of which {usual} and {shard.device} hold different copies")
                 break
     if differ:
         raise error_listing(

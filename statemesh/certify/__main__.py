@@ -39,7 +39,7 @@ def main() -> None:
     start = time.monotonic()
     known = _worker("names", [])
     file: pathlib.Path = options.out / f"jax-{known['jax']}.json"
-    table: dict[str, Any] = {"jax": known["jax"], "seconds": 0, "untried": [], "rows": {}}
+    table: dict[str, Any] = {"jax": known["jax"], "untried": [], "rows": {}}
     # The primitives that `jax.lax` shows and no row has reached.
     table["unreached"] = known["primitives"]
     if file.exists():
@@ -56,7 +56,6 @@ def main() -> None:
             print(
                 f"{done} of {len(chunks)} parts, after {time.monotonic() - start:.0f} s", flush=True
             )
-    table["seconds"] += round(time.monotonic() - start)
     in_order = [name for name in known["names"] if name in table["rows"]]
     table["rows"] = {name: table["rows"][name] for name in in_order}
     file.write_text(as_text(table))

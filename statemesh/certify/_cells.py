@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 
+from .._base._checks import is_inexact
 from . import _columns as columns
 from ._rows import COLLECTIVES, SHARDS, Row
 
@@ -32,7 +33,7 @@ COLUMNS: dict[str, Callable[..., list[Array]]] = {
 }
 # Of a mapped call: a gradient that is taken around it, and what its type says of the result.
 AROUND, TYPE = "vjp around", "type"
-OF_COLLECTIVES = ("value", "jvp", "vmap", TYPE, AROUND)
+OF_COLLECTIVES = ("value", "jvp", "vmap")
 
 # What a cell gives: arrays, on as many devices as there are shards.
 Results = list[Any]
@@ -89,7 +90,7 @@ def mapped(
     return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
 
 
-def cells(row: Row, modes: Sequence[str] = MODES) -> Iterator[Cell]:
+def cells(row: Row, modes: Sequence[str]) -> Iterator[Cell]:
     drawn = [row.drawn(shard) for shard in range(SHARDS)]
     for mode in modes:
         if mode in MAPS:
@@ -101,8 +102,8 @@ def cells(row: Row, modes: Sequence[str] = MODES) -> Iterator[Cell]:
 
 def _varying(count: int) -> list[tuple[int, ...]]:
     """The operands that differ between shards: none, each of the first two, and all of more."""
-    alone = [(k,) for k in range(min(count, 2))]
-    return [(), *alone, *([tuple(range(count))] if count > 2 else [])]
+    single_operands = [(k,) for k in range(min(count, 2))]
+    return [(), *single_operands, *([tuple(range(count))] if count > 2 else [])]
 
 
 def _of_map(
@@ -136,7 +137,7 @@ def _of_map(
         fun = mapped(mode, one, in_specs, out_specs)
         return Cell(mode, column, split, fun, operands, reference, shards, joined)
 
-    floats = [k for k in range(count) if columns.has_derivative(drawn[0][k])]
+    floats = [k for k in range(count) if is_inexact(drawn[0][k])]
 
     def summed(each: Sequence[Results]) -> Results:
         pairs = zip(floats, zip(*each, strict=True), strict=True)
@@ -152,8 +153,8 @@ def _of_map(
             def gradients(*operands: Array) -> list[Array]:
                 # So that the sum is each shard's own, whatever the function makes of its operands.
                 zero = 0.0 * lax.axis_index(AXIS)
-                made = columns.vjp(call, *own(operands), zero=zero)
-                return [x[None] if k in varying else x for k, x in zip(floats, made, strict=True)]
+                by_operand = zip(floats, columns.vjp(call, *own(operands), zero=zero), strict=True)
+                return [x[None] if k in varying else x for k, x in by_operand]
 
             specs = [in_specs[k] for k in floats]
             yield cell(name, gradients, specs, summed, name)
@@ -175,7 +176,7 @@ def _of_map(
         yield dataclasses.replace(cell(TYPE, result, P(), first, "value"), result=number)
 
     def total(*operands: Array) -> Array:
-        results = [x for x in call(*own(operands)) if columns.has_derivative(x)]
+        results = [x for x in call(*own(operands)) if is_inexact(x)]
         if not results:
             raise columns.NoDerivative
         return lax.psum(columns.weighted(results), AXIS)
@@ -198,7 +199,7 @@ def _results(row: Row, operands: Sequence[Array]) -> int:
     """How many results a function has; none where it does not run outside of a map."""
     try:
         return len(jax.eval_shape(row.fun, *operands))
-    except Exception:
+    except Exception:  # Whatever JAX or the function raises.
         return int(row.name in COLLECTIVES)
 
 
@@ -254,7 +255,7 @@ def reference_of_collective(row: Row, column: str, operands: Sequence[Array]) ->
 
     def total(*operands: Array) -> Array:
         results: list[Array] = row.fun(*operands)
-        return columns.weighted([x for x in results if columns.has_derivative(x)])
+        return columns.weighted([x for x in results if is_inexact(x)])
 
     def losses(*operands: Array) -> list[Array]:
         return [jnp.sum(jax.vmap(total, axis_name=AXIS)(*operands))]

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._base._checks import is_inexact
+
 
 Call = Callable[..., list[Array]]
 
@@ -63,19 +65,15 @@ def weighted(results: Sequence[Array]) -> Array:
     return total
 
 
-def has_derivative(x: Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
 def _of_floats(call: Call, operands: Sequence[Array]) -> tuple[Call, list[Array]]:
     """The results that have a derivative, as a function of the operands that have one."""
-    at = [k for k, x in enumerate(operands) if has_derivative(x)]
+    at = [k for k, x in enumerate(operands) if is_inexact(x)]
 
     def of(*floats: Array) -> list[Array]:
         filled = list(operands)
         for k, x in zip(at, floats, strict=True):
             filled[k] = x
-        results = [x for x in call(*filled) if has_derivative(x)]
+        results = [x for x in call(*filled) if is_inexact(x)]
         if not results or not floats:
             raise NoDerivative
         return results
@@ -90,15 +88,15 @@ class NoDerivative(Exception):
 def _in_lanes(operands: Sequence[Array]) -> list[Array]:
     axes = _lane_axes(operands)
     return [
-        x if axis is None else jnp.stack([x, 0.9 * x if has_derivative(x) else x])
+        x if axis is None else jnp.stack([x, 0.9 * x if is_inexact(x) else x])
         for x, axis in zip(operands, axes, strict=True)
     ]
 
 
 def _lane_axes(operands: Sequence[Array]) -> tuple[int | None, ...]:
     """Floats have an entry for each lane; where there are none, all operands have."""
-    some = any(map(has_derivative, operands))
-    return tuple(0 if has_derivative(x) or not some else None for x in operands)
+    some = any(map(is_inexact, operands))
+    return tuple(0 if is_inexact(x) or not some else None for x in operands)
 
 
 def _number(x: Array) -> Array:

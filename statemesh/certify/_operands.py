@@ -1,6 +1,6 @@
 """What the rows of the table call functions on, made of two 4×4 matrices with entries between 0.2 and 0.9.
 
-The source of what a row uses stands in the short program that shows a wrong cell.
+A program that shows a wrong cell contains the source of each helper that its row uses.
 """
 
 from typing import Any

@@ -3,9 +3,9 @@
 import ast
 import inspect
 
+from .._base._checks import is_inexact
 from . import _operands
 from ._cells import AROUND, MAPS, TYPE
-from ._columns import has_derivative
 from ._rows import Row, drawn
 from ._run import Judged
 
@@ -21,7 +21,7 @@ jax.set_mesh(mesh := jax.make_mesh((2,), ("x",), axis_types=(AxisType.{kind},)))
 # Of each of two shards, whose numbers differ, the operands.
 _OPERANDS = """\
 a_and_b = np.random.default_rng(2).uniform(0.2, 0.9, (2, 2, 4, 4))
-own = [({operands},) for a, b in map(jnp.asarray, a_and_b)]
+of_shards = [({operands},) for a, b in map(jnp.asarray, a_and_b)]
 call = lambda {names}: {call}
 """
 
@@ -35,7 +35,7 @@ def total({names}):
 
 _ONE = """\
 as_integers = lambda y: jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y
-one = lambda {names}: [as_integers(y) for y in jax.tree.leaves({made}) if y.dtype != jax.dtypes.float0]
+results = lambda {names}: [as_integers(y) for y in jax.tree.leaves({made}) if y.dtype != jax.dtypes.float0]
 """
 
 _COMPARED = """\
@@ -47,7 +47,7 @@ for g, w in zip(got, want, strict=True):
 
 def program(row: Row, cell: Judged) -> str:
     """The text of a program whose assertion fails if a cell is wrong."""
-    floats = [k for k, x in enumerate(row.operands) if has_derivative(drawn(x, 0))]
+    floats = [k for k, x in enumerate(row.operands) if is_inexact(drawn(x, 0))]
     names = ", ".join(f"x{k}" for k in range(len(row.operands)))
     prefix = row.name.rsplit(".", 1)[0]
     module = "statemesh as sm" + (f", {prefix}" if prefix.startswith("statemesh") else "")
@@ -59,8 +59,9 @@ def program(row: Row, cell: Judged) -> str:
     if cell.column.startswith("vjp"):
         text += _TOTAL.format(names=names)
     text += _ONE.format(names=names, made=_made(cell, names, floats, len(row.operands)))
-    run = _of_map if cell.mode in MAPS else _partitioned
-    return text + run(row, cell, names, floats) + _COMPARED
+    if cell.mode in MAPS:
+        return text + _of_map(row, cell, names, floats) + _COMPARED
+    return text + _partitioned(row, cell) + _COMPARED
 
 
 def _made(cell: Judged, names: str, floats: list[int], count: int) -> str:
@@ -70,9 +71,11 @@ def _made(cell: Judged, names: str, floats: list[int], count: int) -> str:
         tangents = "".join(f"jnp.cos(x{k})," for k in floats)
         return f"jax.jvp(lambda {of}: {call}, ({of},), ({tangents}))[1]"
     if cell.column == "vjp":
-        # So that the sum is each shard's own, whatever the function makes of its operands.
-        own = " + 0.0 * lax.axis_index('x')" if cell.mode in ("shard_map", "statemesh") else ""
-        pulled = f"jax.vjp(lambda {of}: total({names}){own}, {of})"
+        # So that the sum is each shard's of_shards, whatever the function makes of its operands.
+        plus_zero = (
+            " + 0.0 * lax.axis_index('x')" if cell.mode in ("shard_map", "statemesh") else ""
+        )
+        pulled = f"jax.vjp(lambda {of}: total({names}){plus_zero}, {of})"
         return f"(lambda y, pull: pull(jnp.ones_like(y)))(*{pulled})"
     if cell.column in ("vmap", "lanes"):
         other = "0.9 * " if floats else ""
@@ -88,14 +91,14 @@ def _made(cell: Judged, names: str, floats: list[int], count: int) -> str:
     return call
 
 
-def _partitioned(row: Row, cell: Judged, names: str, floats: list[int]) -> str:
+def _partitioned(row: Row, cell: Judged) -> str:
     operand, axis = cell.split.rsplit(" on axis ", 1)
     k = row.operands.index(operand)
     spec = "None, " * int(axis) + "'x'"
     return (
-        "sharded = list(own[0])\n"
-        f"sharded[{k}] = jax.device_put(own[0][{k}], NamedSharding(mesh, P({spec})))\n"
-        "got, want = jax.jit(one)(*sharded), one(*own[0])\n"
+        "sharded = list(of_shards[0])\n"
+        f"sharded[{k}] = jax.device_put(of_shards[0][{k}], NamedSharding(mesh, P({spec})))\n"
+        "got, want = jax.jit(results)(*sharded), results(*of_shards[0])\n"
     )
 
 
@@ -104,10 +107,11 @@ def _of_map(row: Row, cell: Judged, names: str, floats: list[int]) -> str:
     places = range(len(row.operands))
     specs = "".join("P('x')," if k in varying else "P()," for k in places)
     stacked = "".join(
-        f"jnp.stack([s[{k}] for s in own])," if k in varying else f"own[0][{k}]," for k in places
+        f"jnp.stack([s[{k}] for s in of_shards])," if k in varying else f"of_shards[0][{k}],"
+        for k in places
     )
     inside = ", ".join(f"x{k}[0]" if k in varying else f"x{k}" for k in places)
-    each = ", ".join(f"s[{k}]" if k in varying else f"own[0][{k}]" for k in places)
+    each = ", ".join(f"s[{k}]" if k in varying else f"of_shards[0][{k}]" for k in places)
     of = ", ".join(f"x{k}" for k in floats)
     is_summed = cell.column == AROUND or (cell.column == "vjp" and cell.mode != "unchecked")
 
@@ -122,7 +126,7 @@ def _of_map(row: Row, cell: Judged, names: str, floats: list[int]) -> str:
     text += "inputs = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(stacked, specs)]\n"
     if cell.column.startswith("vjp"):
         gradient = f"jax.vjp(lambda {of}: total({names}), {of})[1](jnp.ones(()))"
-        text += f"each = [(lambda {names}: {gradient})({each}) for s in own]\n"
+        text += f"each = [(lambda {names}: {gradient})({each}) for s in of_shards]\n"
         joined = "".join(
             f"jnp.stack([e[{i}] for e in each]),"
             if k in varying or not is_summed
@@ -131,7 +135,7 @@ def _of_map(row: Row, cell: Judged, names: str, floats: list[int]) -> str:
         )
         text += f"want = [{joined}]\n"
     else:
-        text += f"want = [jnp.stack(ys) for ys in zip(*[one({each}) for s in own])]\n"
+        text += f"want = [jnp.stack(ys) for ys in zip(*[results({each}) for s in of_shards])]\n"
     if cell.column == AROUND:
         loss = f"lax.psum(total({inside}), 'x')"
         text += f"mapped = {mapped(loss, 'P()')}\n"
@@ -139,16 +143,16 @@ def _of_map(row: Row, cell: Judged, names: str, floats: list[int]) -> str:
         return text + "got = jax.jit(around)(*inputs)\n"
     if cell.column == TYPE:
         k = cell.result
-        text += f"got = jax.jit({mapped(f'one({inside})[{k}]', 'P()')})(*inputs)  # one copy\n"
+        text += f"got = jax.jit({mapped(f'results({inside})[{k}]', 'P()')})(*inputs)  # one copy\n"
         return text + f"got, want = [got], [want[{k}][0]]\n"
     if is_summed:
         out = "".join("P('x')," if k in varying else "P()," for k in floats)
         kept = "".join(
             f"g[{i}][None]," if k in varying else f"g[{i}]," for i, k in enumerate(floats)
         )
-        made = f"(lambda g: [{kept}])(one({inside}))"
+        made = f"(lambda g: [{kept}])(results({inside}))"
         return text + f"got = jax.jit({mapped(made, f'[{out}]')})(*inputs)\n"
-    made = f"[y[None] for y in one({inside})]"
+    made = f"[y[None] for y in results({inside})]"
     return text + f"""got = jax.jit({mapped(made, "P('x')")})(*inputs)\n"""
 
 

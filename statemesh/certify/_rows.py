@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .._base._checks import is_key
 from . import _operands
 
 
@@ -364,6 +365,11 @@ def functions() -> dict[str, Callable[..., Any]]:
     return found
 
 
+def primitives() -> set[str]:
+    """The names of the primitives that `jax.lax` shows."""
+    return {getattr(lax, name).name for name in dir(lax) if name.endswith("_p")}
+
+
 def _modules() -> Iterator[types.ModuleType]:
     for name in PACKAGES:
         module = importlib.import_module(name)
@@ -463,10 +469,6 @@ def arrays(tree: Any) -> list[Array]:
     return [jax.random.key_data(x) if is_key(x) else x for x in leaves]
 
 
-def is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
 def row_of(name: str) -> Row | bool | None:
     """How a function of JAX is called; `None` if it makes no arrays, `False` if no line fits it."""
     lines = {**LINES, **COLLECTIVES, **LIBRARIES}
@@ -482,13 +484,13 @@ def row_of(name: str) -> Row | bool | None:
     return None if runs else False
 
 
-def rows(names: Sequence[str] = ()) -> tuple[dict[str, Row], list[str]]:
-    """All rows, or those of these names; and the functions that no line fits.
+def rows(names: Sequence[str]) -> tuple[dict[str, Row], list[str]]:
+    """The rows of these names; and the functions that no line fits.
 
     A function that makes no arrays is in neither.
     """
     named, left = {}, []
-    for name in names or [*functions(), *LIBRARIES]:
+    for name in names:
         with contextlib.suppress(ImportError):
             match row_of(name):
                 case Row() as found:

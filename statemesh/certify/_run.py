@@ -13,9 +13,10 @@ from jax.extend.core import jaxpr_as_fun
 
 import statemesh as sm
 
+from .._base._checks import is_inexact
+from .._jax._jaxprs import equations
 from ._cells import TYPE, Cell, Results, cells, context, reference, reference_of_collective
-from ._columns import NoDerivative, has_derivative
-from ._primitives import names
+from ._columns import NoDerivative
 from ._rows import COLLECTIVES, SHARDS, Row
 
 
@@ -133,7 +134,7 @@ def _references(
     for key, program, outcome in zip(keys, traced, _compiled(traced), strict=True):
         right[key] = None
         if isinstance(program, _Program):
-            reached.update(names(program.closed.jaxpr))
+            reached.update(eqn.primitive.name for eqn in equations(program.closed.jaxpr))
             if isinstance(outcome, list):
                 exact, again, moved = outcome
                 # `rng_uniform` gives other numbers at every call.
@@ -145,7 +146,7 @@ def _references(
 
 
 def _slightly_moved(x: Array) -> Array:
-    if not has_derivative(x):
+    if not is_inexact(x):
         return x
     return x * (1 + _MOVED * jnp.cos(jnp.arange(x.size))).reshape(x.shape).astype(x.dtype)
 
@@ -158,7 +159,7 @@ def _roundoff(closed: Any) -> float:
 def _traced(fun: Callable[..., Results], runs: Sequence[Sequence[Array]]) -> _Program | Exception:
     try:
         return _Program(jax.jit(fun).trace(*runs[0]).jaxpr, runs)
-    except Exception as error:
+    except Exception as error:  # Whatever it is, it is what came of the cell.
         return error
 
 
@@ -176,7 +177,7 @@ def _compiled(traced: Sequence[_Program | Exception]) -> list[list[Results] | Ex
         try:
             runs = zip(*[outcomes[k].runs for k in at], strict=True)
             made = [jax.block_until_ready(compiled(list(map(list, inputs)))) for inputs in runs]
-        except Exception as error:
+        except Exception as error:  # One of them cannot be compiled, or run.
             if len(at) == 1:
                 outcomes[at[0]] = error
                 return
@@ -225,7 +226,7 @@ def _judged(
         return Judged(*at, *_failure(outcome))
     expected, moved = cell.joined([x.results for x in right]), cell.joined([x.moved for x in right])
     for x, want, movement in zip(outcome, expected, moved, strict=True):
-        for part in _parts(x):
+        for part in x.addressable_shards:
             if says := _off(part.data, want[part.index], np.asarray(movement)[part.index], eps):
                 return Judged(*at, "wrong", f"{says} on {part.device}")
     return Judged(*at, "right")
@@ -251,10 +252,6 @@ def _failure(error: Exception) -> tuple[Outcome, str]:
     )
     first = next(iter(text.strip().splitlines()), "")
     return ("refused" if is_clear else "raw"), f"{kind}: {first}"[:300]
-
-
-def _parts(x: Any) -> list[Any]:
-    return list(x.addressable_shards)
 
 
 def _difference(x: Any, y: Any) -> Any:

@@ -11,9 +11,8 @@ import warnings
 from typing import Any
 
 from ._cells import MODES
-from ._primitives import public
 from ._programs import program
-from ._rows import LIBRARIES, functions, rows
+from ._rows import LIBRARIES, functions, primitives, rows
 from ._run import run
 
 
@@ -25,7 +24,7 @@ def main(task: str, file: str, *names: str) -> None:
         found = {
             "jax": importlib.metadata.version("jax"),
             "names": [*functions(), *LIBRARIES],
-            "primitives": sorted(public()),
+            "primitives": sorted(primitives()),
         }
     pathlib.Path(file).write_text(json.dumps(found))
 
@@ -36,21 +35,17 @@ def certified(names: tuple[str, ...]) -> dict[str, Any]:
     found = {}
     outcomes, reached = run(called, MODES)
     for name, cells in outcomes.items():
-        judged, programs = [], []
+        judged, confirmed = [], []
         for cell in cells:
             if cell.outcome == "wrong":
                 text = program(called[name], cell)
                 if confirms(text):
-                    programs.append((dataclasses.asdict(cell), text))
+                    confirmed.append((dataclasses.asdict(cell), text))
                 else:
                     cell = dataclasses.replace(cell, outcome="unconfirmed")
             judged.append(dataclasses.asdict(cell))
-        found[name] = {"line": called[name].line, "cells": judged, "programs": programs}
-    return {
-        "rows": found,
-        "untried": untried,
-        "primitives": sorted(reached),
-    }
+        found[name] = {"line": called[name].line, "cells": judged, "programs": confirmed}
+    return {"rows": found, "untried": untried, "primitives": sorted(reached)}
 
 
 def confirms(text: str) -> bool:
@@ -60,7 +55,7 @@ def confirms(text: str) -> bool:
             exec(compile(text, "<program>", "exec"), {})
         except AssertionError:
             return True
-        except Exception as error:
+        except Exception as error:  # It fails in another way, and confirms nothing.
             print(f"{error!r} in\n{text}", file=sys.stderr)
     return False
 
