@@ -195,8 +195,9 @@ def value_and_grad(
         ```
 
     Where types say what varies (`shard_map` with `check_vma`), the parameters are made varying over
-    `axis_name` while `fun` runs, so that JAX does not sum their gradient by itself. A state that `fun` writes
-    from parameters alone varies then too, and needs `reduce='mean'`.
+    `axis_name` while `fun` runs, so that JAX does not sum their gradient by itself. What `fun` computes from
+    parameters alone leaves as one value all the same. With `microbatches` a state needs `reduce='mean'` for
+    it.
     """
     if reduce not in ("mean", "sum"):
         raise errors.unknown_choice("value_and_grad: reduce", reduce, ("mean", "sum"))
@@ -570,6 +571,18 @@ class Scope:
         pairs = zip(arrays, sources, strict=True)
         return [x if k is None else self.params[k] for x, k in pairs]
 
+    def made_of_casts(self, arrays: Sequence[Leaf]) -> list[int]:
+        """The numbers of the arrays that have the type of cast parameters, and are the same on all shards."""
+        if not (self.cast_over and compat.under_jit()):
+            return []
+        same = []
+        for i, x in enumerate(arrays):
+            fact = self.types.recorded.of(x)
+            # A parameter that was gathered belongs back in its parts.
+            if self.cast_over & compat.varying(x) - fact - whole_over(fact):
+                same.append(i)
+        return same
+
     def pulled(
         self, pull: Callable[..., PyTree], loss: Leaf
     ) -> tuple[list[Leaf], Callable[[], Axes]]:
@@ -763,14 +776,18 @@ class LossFunction:
             added = [f"{path} is new" for path in after if path not in before]
             is_shown = new is None or isinstance(new, int | float | str)
             what = repr(new) if is_shown else f"a {type(new).__name__}"
-            raise error_listing(
-                StructureError,
+            head = (
                 f"value_and_grad: {self.name} must return {expected} with the model that it was given, a "
-                f"{type(model).__name__}, but returned {what} in its place",
-                [*missing, *added],
-                "Return the model as it came in, or with what was written to its states. What else is "
-                "returned goes beside the loss: pass `has_aux=True` and return ((loss, aux), model).",
+                f"{type(model).__name__}, but returned {what} in its place"
             )
+            mend = (
+                "Return the model as it came in, or with what was written to its states. What else is "
+                "returned goes beside the loss: pass `has_aux=True` and return ((loss, aux), model)."
+            )
+            # Of something else altogether, such as the state of a library, the leaves tell nothing.
+            if type(new) is not type(model):
+                raise StructureError(f"{head}. {mend}")
+            raise error_listing(StructureError, head, [*missing, *added], mend)
         loss, aux = value if self.has_aux else (value, None)
         if isinstance(loss, np.ndarray | np.generic | float):
             loss = jnp.asarray(loss)
@@ -819,7 +836,15 @@ def at_once(
 
     # Few cases need it, and only these trace it.
     program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(loss_and_made)(params)))
-    return Evaluated(loss, grads, result.filled(scope.restored(arrays, program)), crossed, program)
+    made = scope.restored(arrays, program)
+    if same := scope.made_of_casts(made):
+        # What comes of parameters alone varies by the type of the cast, so it is made without the cast.
+        closed = jax.make_jaxpr(loss_and_made)(parts.params)
+        for i, x in zip(
+            same, jaxprs.run_only(closed, parts.params, [1 + i for i in same]), strict=True
+        ):
+            made[i] = x
+    return Evaluated(loss, grads, result.filled(made), crossed, program)
 
 
 def _paths(model: PyTree, root: str) -> list[str]:

@@ -151,6 +151,7 @@ def _as_jax(reduce: Callable[..., list[AnyArray]]) -> Callable[..., PyTree]:
         def of_leaf(x: AnyArray) -> AnyArray:
             # A derivative that is taken in each lane needs copies, and one of all lanes does not.
             copies = reduce is psum and is_inexact(x) and compat.is_derived_in_lanes(x)
+            copies = copies and not _is_shared(x, lanes)
             return total(x, lanes) if copies else reduce([x], lanes)[0]
 
         return jax.tree.map(lambda x: of_leaf(jnp.asarray(x)), tree)
@@ -272,6 +273,11 @@ def _batched(values: Sequence[AnyArray], name: AxisName) -> list[bool]:
     # called for these lanes before those of any `vmap` further out.
     look([_without_gradient(x) for x in values], jax.lax.axis_index(name))
     return hits
+
+
+def _is_shared(x: AnyArray, lanes: Sequence[AxisName]) -> bool:
+    """Whether it is certain that all lanes share `x`, and its derivatives too."""
+    return not compat.is_derived(x) and all(_batched([x], name) == [False] for name in lanes)
 
 
 def _without_gradient(x: AnyArray) -> AnyArray:

@@ -326,6 +326,11 @@ def is_derived_in_lanes(x: Leaf) -> bool:
     return is_tracer(x) and not is_batched(x)
 
 
+def is_derived(x: Leaf) -> bool:
+    """Whether an eager derivative traces `x`."""
+    return any(hasattr(layer, "primal") for layer in layers(x))
+
+
 def concrete_value(x: Leaf) -> Leaf:
     """The array inside the tracers of eager transformations, with all lanes of a `vmap`; else no array."""
     *_, innermost = layers(x)

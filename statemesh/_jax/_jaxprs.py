@@ -360,6 +360,31 @@ def run_jaxpr(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list[Array]:
     ]
 
 
+def run_only(closed: ClosedJaxpr, arrays: Sequence[ArrayLike], results: Sequence[int]) -> list[Any]:
+    """Some results of a traced program, for which nothing that they do not need is run."""
+    jaxpr = closed.jaxpr
+    outvars = [jaxpr.outvars[i] for i in results]
+    wanted = {v for v in outvars if not is_literal(v)}
+    needed = []
+    for eqn in reversed(jaxpr.eqns):
+        if wanted.intersection(eqn.outvars):
+            needed.append(eqn)
+            wanted.update(v for v in eqn.invars if not is_literal(v))
+    variables, values = [*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays]
+    known: dict[Operand, Any] = dict(zip(variables, values, strict=True))
+
+    def value(atom: Operand) -> Any:
+        return getattr(atom, "val", None) if is_literal(atom) else known[atom]
+
+    for eqn in reversed(needed):
+        with compat.in_place_of(eqn):
+            params = eqn.primitive.get_bind_params(eqn.params)
+            made = eqn.primitive.bind(*map(value, eqn.invars), **params)
+        several = eqn.primitive.multiple_results
+        known.update(zip(eqn.outvars, made if several else [made], strict=True))
+    return list(map(value, outvars))
+
+
 # The user called `set` or `replace`, which says for certain what the new value continues.
 WRITTEN = "continues, as written"
 # JAX rebuilt the State, as in `jax.tree.map`. The program may show that its arrays continue another state.

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh.testing import assert_budget
 from tests.helpers import make_mesh, slow
 
 
@@ -232,19 +233,42 @@ def test_what_was_not_written_comes_back_as_it_was(check_vma: bool) -> None:
     assert shapes == [(), (), (2,), (3,), (3,)]
 
 
-def test_what_is_written_from_parameters_alone_needs_a_policy() -> None:
+def test_what_comes_of_parameters_alone_is_one_value() -> None:
     def loss(model: Any, x: Any) -> Any:
-        new = {**model, "copy": model["copy"].set(2 * model["w"].value)}
+        jax.debug.callback(called.append, x[0, 0])
+        double = jax.lax.fori_loop(0, 2, lambda _, w: w * jnp.sqrt(2.0), model["w"].value)
+        new = {**model, "copy": model["copy"].set(jax.lax.stop_gradient(double))}
+        return (jnp.mean(x * model["w"].value), {"twice": double}), new
+
+    called: list[Any] = []
+    model = {"w": sm.ParamState(3.0), "copy": sm.State(0.0)}
+    step = sm.value_and_grad(loss, axis_name="x", has_aux=True)
+    for way in ("check", "vmap2", "pmap2"):
+        ((_, aux), new), _ = WAYS[way](step, model, X)
+        np.testing.assert_allclose(new["copy"].value, 6.0, rtol=1e-6)
+        np.testing.assert_allclose(aux["twice"], 6.0, rtol=1e-6)
+    # Nothing is sent for it, and what the function prints it prints once.
+    mapped = over_mesh(step, "4", True)
+    assert_budget(mapped, model, X, collectives={"psum": 1})
+    called.clear()
+    jax.block_until_ready(mapped(model, X))
+    jax.effects_barrier()
+    assert len(called) == SHARDS
+    by_hand = over_mesh(
+        sm.value_and_grad(loss, axis_name="x", has_aux=True, microbatches=2), "4", True
+    )
+    with pytest.raises(sm.DivergedStateError, match=r"\['copy'\]: .* varies over 'x'"):
+        by_hand(model, X)
+
+
+def test_what_comes_of_parameters_and_rows_differs() -> None:
+    def loss(model: Any, x: Any) -> Any:
+        new = {**model, "copy": model["copy"].set(x.sum() + model["w"].value)}
         return jnp.mean(x * model["w"].value), new
 
-    def run(way: str, reduce: Any) -> Any:
-        model = {"w": sm.ParamState(3.0), "copy": sm.State(0.0, reduce=reduce)}
-        (_, new), _ = WAYS[way](sm.value_and_grad(loss, axis_name="x"), model, X)
-        return float(new["copy"].value)
-
-    assert run("check", "mean") == run("vmap2", None) == run("pmap2", None) == 6.0
+    model = {"w": sm.ParamState(3.0), "copy": sm.State(0.0)}
     with pytest.raises(sm.DivergedStateError, match=r"model\['copy'\]: .* varies over 'x'"):
-        run("check", None)
+        over_mesh(sm.value_and_grad(loss, axis_name="x"), "4", True)(model, X)
 
 
 def test_a_cast_parameter_belongs_to_its_shard() -> None:

@@ -202,6 +202,13 @@ def test_a_collective_over_lanes_of_a_vmap() -> None:
 
     np.testing.assert_array_equal(mapped(counts)(X), [4, 4])
 
+    def squares(x: Any) -> Any:
+        """Of a float that all lanes have too."""
+        total: Any = jax.vmap(lambda y: lax.psum(x[0] ** 2, "lane"), 0, None, axis_name="lane")
+        return total(x)[None]
+
+    np.testing.assert_array_equal(mapped(squares)(X), [0, 4 * 16])
+
     def asserting(x: Any) -> Any:
         assert x.ndim == 2
         return x

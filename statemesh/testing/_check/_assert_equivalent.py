@@ -3,8 +3,13 @@
 import functools
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
 from numbers import Integral, Real
 from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
 
 import statemesh as sm
 
@@ -193,40 +198,43 @@ def assert_equivalent(
         raise TypeError(
             f"{name} is not mapped yet: give {' and '.join(missing)}, or the function that shard_map returns."
         )
-    given: Args = (tuple(args), dict(kwargs or {}))
-    call = as_arrays(given)
-    keep = (keep,) if isinstance(keep, str) else tuple(keep)
-    paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(call)[0]]
-    if unknown := [path for path in keep if not any(is_within(known, path) for known in paths)]:
-        raise sm.StructureError(
-            f"keep: no argument has the path {', '.join(map(repr, unknown))}. The paths of the arguments are "
-            f"{', '.join(paths)}; a shorter one, such as 'args[0]', stands for all that begin with it."
-        )
-    with progress(f"{name}: tracing"):
-        if jitted:
-            on_meshes = jitted_on_meshes(fun, given, each, in_specs)
-        else:
-            key = environment(fun, *held_by(call))
-            specs["check_vma"] = check_vma is not False
-            statics = None if is_mapped else StaticLeaves(specs)
-            on_meshes = [kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in each or ()]
-        subject = Subject(
-            name=name,
-            args=call,
-            meshes=on_meshes,
-            unsharded=unsharded,
-            steps=steps,
-            gradients=gradients,
-            tolerance=tolerance,
-            fed_back=fed_back,
-            leave_out=leave_out,
-            keep=keep,
-            bitwise=bitwise,
-            is_jitted=jitted,
-        )
-    comparisons = Check(subject)
-    comparisons.run()
-    checked = comparisons.conclude()
+    # A script may have set a mesh for its own calls. It is set again when the check is done.
+    with nullcontext() if jitted else jax.set_mesh(Mesh(np.empty((), object), ())):
+        given: Args = (tuple(args), dict(kwargs or {}))
+        call = as_arrays(given)
+        keep = (keep,) if isinstance(keep, str) else tuple(keep)
+        paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(call)[0]]
+        if unknown := [path for path in keep if not any(is_within(known, path) for known in paths)]:
+            raise sm.StructureError(
+                f"keep: no argument has the path {', '.join(map(repr, unknown))}. The paths of the arguments "
+                f"are {', '.join(paths)}; a shorter one, such as 'args[0]', stands for all that begin with "
+                "it."
+            )
+        with progress(f"{name}: tracing"):
+            if jitted:
+                on_meshes = jitted_on_meshes(fun, given, each, in_specs)
+            else:
+                key = environment(fun, *held_by(call))
+                specs["check_vma"] = check_vma is not False
+                statics = None if is_mapped else StaticLeaves(specs)
+                on_meshes = [kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in each or ()]
+            subject = Subject(
+                name=name,
+                args=call,
+                meshes=on_meshes,
+                unsharded=unsharded,
+                steps=steps,
+                gradients=gradients,
+                tolerance=tolerance,
+                fed_back=fed_back,
+                leave_out=leave_out,
+                keep=keep,
+                bitwise=bitwise,
+                is_jitted=jitted,
+            )
+        comparisons = Check(subject)
+        comparisons.run()
+        checked = comparisons.conclude()
     for text in checked.untested:
         warnings.warn(text, UntestedWarning, stacklevel=stacklevel())
     for text in checked.overflows:
