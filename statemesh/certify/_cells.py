@@ -94,16 +94,24 @@ def cells(row: Row, modes: Sequence[str]) -> Iterator[Cell]:
     drawn = [row.drawn(shard) for shard in range(SHARDS)]
     for mode in modes:
         if mode in MAPS:
-            for varying in _varying(len(row.operands)):
+            for varying in _varying(row):
                 yield from _of_map(row, mode, varying, drawn)
         elif row.name not in COLLECTIVES:
             yield from _partitioned(row, mode, drawn[0])
 
 
-def _varying(count: int) -> list[tuple[int, ...]]:
+def _varying(row: Row) -> list[tuple[int, ...]]:
     """The operands that differ between shards: none, each of the first two, and all of more."""
-    single_operands = [(k,) for k in range(min(count, 2))]
-    return [(), *single_operands, *([tuple(range(count))] if count > 2 else [])]
+    count = len(row.operands)
+    every = tuple(range(count))
+    if _is_compound(row):
+        return [(), every]
+    return [(), *[(k,) for k in every[:2]], *([every] if count > 2 else [])]
+
+
+def _is_compound(row: Row) -> bool:
+    """Whether a function is made of others that have rows, and takes long to compile."""
+    return row.name.startswith("jax.scipy.stats.")
 
 
 def _of_map(
@@ -218,7 +226,7 @@ def _partitioned(row: Row, mode: str, operands: list[Array]) -> Iterator[Cell]:
         for axis in range(min(x.ndim, 2))
         if x.shape[axis] % SHARDS == 0
     ]
-    for k, axis in splits:
+    for k, axis in splits[:1] if _is_compound(row) else splits:
         spec = P(*[AXIS if at == axis else None for at in range(operands[k].ndim)])
         sharded = [placed(mode, x, spec if at == k else P()) for at, x in enumerate(operands)]
         for name, column in COLUMNS.items():

@@ -1,6 +1,7 @@
 """Runs the cells of some rows, and judges what they give."""
 
 import dataclasses
+import faulthandler
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -13,11 +14,12 @@ from jax.extend.core import jaxpr_as_fun
 
 import statemesh as sm
 
-from .._base._checks import is_inexact
+from .._base._checks import is_inexact, is_key
 from .._jax._jaxprs import equations
 from ._cells import TYPE, Cell, Results, cells, context, reference, reference_of_collective
 from ._columns import NoDerivative
 from ._rows import COLLECTIVES, SHARDS, Row
+from ._untyped import untyped
 
 
 # A cell is only wrong if its program confirms it.
@@ -25,8 +27,14 @@ Outcome = Literal["right", "refused", "raw", "wrong", "unconfirmed", "none"]
 
 # So many programs are compiled as one, which is faster than each on its own.
 _TOGETHER = 60
+# Compiling and running them takes some seconds.
+_SECONDS = 180
 # Each program runs once.
-_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_FAST = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
 # By how much operands are moved, to see by how much the results move.
 _MOVED = 1e-10
 _EPS = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
@@ -81,7 +89,8 @@ def run(
 ) -> tuple[dict[str, list[Judged]], frozenset[str]]:
     """By the name of a row what came of its cells; and the primitives that run on one device."""
     made = {name: list(cells(row, modes)) for name, row in rows.items()}
-    known, reached = _references(rows, made)
+    done: _Done = {}
+    known, reached = _references(rows, made, done)
     found: dict[str, list[Judged]] = {name: [] for name in rows}
     for mode in modes:
         waiting = [
@@ -89,13 +98,15 @@ def run(
         ]
         with context(mode):
             traced = [_traced(cell.fun, [cell.operands]) for _, cell in waiting]
-            outcomes = _compiled(traced)
+            outcomes = _compiled(traced, done)
         for (name, cell), outcome in zip(waiting, outcomes, strict=True):
             (made_by_it,) = outcome if isinstance(outcome, list) else (outcome,)
             found[name].append(_judged(name, cell, made_by_it, known, found[name]))
     return found, reached
 
 
+# By the text of a program what it gave.
+_Done = dict[str, list[Results] | Exception]
 # The key of a reference: the row, the column and the operands.
 _Key = tuple[str, str, tuple[Any, ...]]
 
@@ -107,7 +118,7 @@ def _keys(name: str, cell: Cell) -> list[_Key]:
 
 
 def _references(
-    rows: Mapping[str, Row], made: Mapping[str, Sequence[Cell]]
+    rows: Mapping[str, Row], made: Mapping[str, Sequence[Cell]], done: _Done
 ) -> tuple[dict[_Key, _Right | None], frozenset[str]]:
     """What is right; and the primitives that run.
 
@@ -131,7 +142,7 @@ def _references(
         traced.append(_traced(fun, [operands, operands, moved]))
     right: dict[_Key, _Right | None] = {}
     reached: set[str] = set()
-    for key, program, outcome in zip(keys, traced, _compiled(traced), strict=True):
+    for key, program, outcome in zip(keys, traced, _compiled(traced, done), strict=True):
         right[key] = None
         if isinstance(program, _Program):
             reached.update(eqn.primitive.name for eqn in equations(program.closed.jaxpr))
@@ -163,12 +174,24 @@ def _traced(fun: Callable[..., Results], runs: Sequence[Sequence[Array]]) -> _Pr
         return error
 
 
-def _compiled(traced: Sequence[_Program | Exception]) -> list[list[Results] | Exception]:
-    """What each run of a program gives, or the error that it raises. Many are compiled as one program."""
+def _compiled(
+    traced: Sequence[_Program | Exception], done: _Done
+) -> list[list[Results] | Exception]:
+    """What each run of a program gives, or the error that it raises. Many are compiled as one program.
+
+    **Arguments:**
+
+    - `done`: what programs have given before. Many cells differ by their types only.
+    """
     outcomes: list[Any] = list(traced)
-    programs = [k for k, program in enumerate(traced) if isinstance(program, _Program)]
+    texts = {k: _text(program) for k, program in enumerate(traced) if isinstance(program, _Program)}
+    first = {text: k for k, text in reversed(texts.items()) if text not in done}
+    programs = sorted(first.values())
 
     def run_together(at: Sequence[int]) -> None:
+        # JAX waits for ever where the verifier of a module complains in another thread. It ends the process.
+        faulthandler.dump_traceback_later(_SECONDS, exit=True)
+
         def together(inputs: list[list[Array]]) -> list[list[Array]]:
             pairs = zip(at, inputs, strict=True)
             return [list(jaxpr_as_fun(outcomes[k].closed)(*operands)) for k, operands in pairs]
@@ -189,7 +212,21 @@ def _compiled(traced: Sequence[_Program | Exception]) -> list[list[Results] | Ex
 
     for start in range(0, len(programs), _TOGETHER):
         run_together(programs[start : start + _TOGETHER])
-    return outcomes
+    faulthandler.cancel_dump_traceback_later()
+    done.update((text, outcomes[k]) for text, k in first.items())
+    return [done[texts[k]] if k in texts else outcome for k, outcome in enumerate(outcomes)]
+
+
+def _text(program: _Program) -> str:
+    """Equal for programs that compile alike, and run on the same operands."""
+    operands = [
+        (str(x.sharding), jax.random.key_data(x) if is_key(x) else np.asarray(x))
+        for run in program.runs
+        for x in run
+    ]
+    return (
+        f"{untyped(program.closed)} {[(where, np.asarray(x).tobytes()) for where, x in operands]}"
+    )
 
 
 def _judged(

@@ -16,6 +16,7 @@ import pytest
 
 from statemesh.certify import _columns, _programs, _rows, _table
 from statemesh.certify._run import Judged, run
+from statemesh.certify._untyped import untyped
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -59,6 +60,33 @@ def test_gradients_count_where_an_entry_stands() -> None:
     assert _columns.weighted([x]) != _columns.weighted([x[::-1]])
     with_parts = _columns.weighted([x + 2j * x])
     np.testing.assert_allclose(with_parts, 3 * _columns.weighted([x]))
+
+
+def test_programs_that_differ_by_types_have_one_text() -> None:
+    """So they are compiled once. Another operation, number, constant or dtype is another program."""
+    mesh = jax.make_mesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+
+    def text(fun: Any, check_vma: bool = True) -> str:
+        specs = {"in_specs": jax.P("x"), "out_specs": jax.P("x")}
+        mapped = jax.shard_map(fun, mesh=mesh, check_vma=check_vma, **specs)
+        return untyped(jax.jit(mapped).trace(jnp.ones(4)).jaxpr)
+
+    def doubled(x: jax.Array) -> jax.Array:
+        twice = jax.lax.fori_loop(
+            0, 2, lambda _, y: y + x, jax.lax.pcast(jnp.zeros(2), "x", to="varying")
+        )
+        return twice + jax.lax.psum(x, "x")
+
+    def alone(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 2, lambda _, y: y + x, jnp.zeros(2)) + jax.lax.psum(x, "x")
+
+    assert text(doubled) == text(alone, check_vma=False)
+    funs = [
+        lambda x, k=k: x * k for k in (2, 3, np.arange(2.0), np.arange(2.0) + 1, jnp.float32(2))
+    ]
+    assert len({*map(text, funs), text(jnp.sin), text(jnp.cos)}) == 7
 
 
 def outcomes(cells: list[Judged], mode: str) -> dict[str, Counter[str]]:
