@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from statemesh.certify import _columns, _programs, _rows, _table
+from statemesh.certify import _columns, _programs, _rows, _run, _table
 from statemesh.certify._run import Judged, run
 from statemesh.certify._untyped import untyped
 
@@ -62,6 +62,23 @@ def test_gradients_count_where_an_entry_stands() -> None:
     np.testing.assert_allclose(with_parts, 3 * _columns.weighted([x]))
 
 
+def test_the_compiler_takes_its_options() -> None:
+    """Otherwise every cell would have an error on one device too, and nothing would be compared."""
+    assert jax.jit(lambda: jnp.ones(()), compiler_options=_run._FAST)() == 1
+    rows, _ = _rows.rows(["jax.numpy.negative"])
+    found, _ = run(rows, ["unchecked"])
+    assert {cell.outcome for cell in found["jax.numpy.negative"]} == {"right"}
+
+
+def test_what_rounding_left_is_not_off() -> None:
+    """A residual is about the square of the roundoff. What is larger is held to its own size."""
+    eps = 2.0**-52
+    assert not _run._off(np.array([1e-30, 0.0]), np.array([4e-31, 1e-31]), np.zeros(2), eps)
+    assert _run._off(np.array([1e-20]), np.array([2e-20]), np.zeros(1), eps)
+    assert _run._off(np.array([1.0, 1 + 1e-9]), np.ones(2), np.zeros(2), eps)
+    assert not _run._off(np.array([1 + 1e-9]), np.ones(1), np.array([1e-6]), eps)
+
+
 def test_programs_that_differ_by_types_have_one_text() -> None:
     """So they are compiled once. Another operation, number, constant or dtype is another program."""
     mesh = jax.make_mesh(
@@ -69,8 +86,9 @@ def test_programs_that_differ_by_types_have_one_text() -> None:
     )
 
     def text(fun: Any, check_vma: bool = True) -> str:
-        specs = {"in_specs": jax.P("x"), "out_specs": jax.P("x")}
-        mapped = jax.shard_map(fun, mesh=mesh, check_vma=check_vma, **specs)
+        mapped = jax.shard_map(
+            fun, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"), check_vma=check_vma
+        )
         return untyped(jax.jit(mapped).trace(jnp.ones(4)).jaxpr)
 
     def doubled(x: jax.Array) -> jax.Array:
