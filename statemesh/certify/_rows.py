@@ -185,7 +185,7 @@ LINES = {
     "jax.scipy.linalg.lu_solve": "f((positive(a), jnp.arange(4, dtype=jnp.int32)), b[0])",
     "jax.scipy.ndimage.map_coordinates": "f(a, [4 * b[0], 4 * b[1]], 1)",
     # It differentiates where it starts. From a start that shards share JAX's types would sum that gradient.
-    "jax.scipy.optimize.minimize": "(lambda t: f(lambda x: ((x - t) ** 2).sum(), 3 * t, method='BFGS').x)(a[0])",
+    "jax.scipy.optimize.minimize": "(lambda t: f(lambda x: ((x - t)**2).sum(), 3*t, method='BFGS').x)(a[0])",
     "jax.scipy.sparse.linalg.bicgstab": "f(a, b, tol=1e-13)[0]",
     "jax.scipy.special.bessel_jn": "f(a[0], v=2)",
     "jax.scipy.special.sph_harm_y": "f(jnp.array([1]), jnp.array([0]), a[0, :1], b[0, :1], n_max=2)",
