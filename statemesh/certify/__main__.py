@@ -47,7 +47,9 @@ def main() -> None:
     names = options.names or known["names"][:: options.every]
     if options.missing:
         names = [name for name in names if name not in {*table["rows"], *table["untried"]}]
-    chunks = [names[k : k + _TOGETHER] for k in range(0, len(names), _TOGETHER)]
+    # Neighbours take about as long: each process gets some of all kinds.
+    count = -(-len(names) // _TOGETHER)
+    chunks = [names[k::count] for k in range(count)]
     with ThreadPoolExecutor(options.processes) as pool:
         running = [pool.submit(_run, chunk) for chunk in chunks]
         for done, future in enumerate(as_completed(running), 1):

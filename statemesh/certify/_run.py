@@ -86,7 +86,7 @@ class _Program:
 def run(
     rows: Mapping[str, Row], modes: Sequence[str]
 ) -> tuple[dict[str, list[Judged]], frozenset[str]]:
-    """By the name of a row what came of its cells; and the primitives that run on one device."""
+    """By the name of a row what came of its cells; and the primitives that were traced."""
     made = {name: list(cells(row, modes)) for name, row in rows.items()}
     done: _Done = {}
     known, reached = _references(rows, made, done)
@@ -104,10 +104,11 @@ def run(
                 for name, cell in waiting
             ]
             outcomes = _compiled(traced, done)
+        reached.update(*[_primitives(x) for x in traced if isinstance(x, _Program)])
         for (name, cell), outcome in zip(waiting, outcomes, strict=True):
             (made_by_it,) = outcome if isinstance(outcome, list) else (outcome,)
             found[name].append(_judged(name, cell, made_by_it, known, found[name]))
-    return found, reached
+    return found, frozenset(reached)
 
 
 # By the text of a program what it gave.
@@ -124,7 +125,7 @@ def _keys(name: str, cell: Cell) -> list[_Key]:
 
 def _references(
     rows: Mapping[str, Row], made: Mapping[str, Sequence[Cell]], done: _Done
-) -> tuple[dict[_Key, _Right | None], frozenset[str]]:
+) -> tuple[dict[_Key, _Right | None], set[str]]:
     """What is right; and the primitives that run.
 
     It is `None` where a function raises on one device, or gives other numbers each time.
@@ -150,7 +151,7 @@ def _references(
     for key, program, outcome in zip(keys, traced, _compiled(traced, done), strict=True):
         right[key] = None
         if isinstance(program, _Program):
-            reached.update(eqn.primitive.name for eqn in equations(program.closed.jaxpr))
+            reached.update(_primitives(program))
             if isinstance(outcome, list):
                 exact, again, moved = outcome
                 # `rng_uniform` gives other numbers at every call.
@@ -158,7 +159,11 @@ def _references(
                     continue
                 differ = [_difference(a, b) for a, b in zip(exact, moved, strict=True)]
                 right[key] = _Right(exact, differ, _roundoff(program.closed))
-    return right, frozenset(reached)
+    return right, reached
+
+
+def _primitives(program: _Program) -> set[str]:
+    return {eqn.primitive.name for eqn in equations(program.closed.jaxpr)}
 
 
 def _slightly_moved(x: Array) -> Array:

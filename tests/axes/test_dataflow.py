@@ -1,5 +1,6 @@
 """Parameters that a loss returns are known to be the same on all shards, whatever they passed through."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,23 +82,40 @@ ROUTES: dict[str, tuple[Callable[..., Any], list[int | None]]] = {
 }
 
 
+def results(name: str, params: Any, x: Any) -> Any:
+    """What a route makes of parameters, as auxiliary results of a loss."""
+    route, _ = ROUTES[name]
+
+    def loss(params: Any, x: Any) -> Any:
+        return (sum(w.sum() for w in params) * x.sum(), list(route(*params))), params
+
+    ((_, made), _), _ = sm.value_and_grad(loss, axis_name="x", has_aux=True)(params, x)
+    return made
+
+
 @pytest.mark.parametrize("name", ROUTES)
-def test_which_results_are_the_same_on_all_shards(name: str) -> None:
-    route, wanted = ROUTES[name]
+def test_what_is_made_of_parameters_is_the_same_on_all_shards(name: str) -> None:
+    mapped = sm.shard_map(functools.partial(results, name), make_mesh("4"), (P(), P("x")), P())
+    made, (route, _) = mapped(PARAMS, X), ROUTES[name]
+    for result, expected in zip(made, route(*PARAMS), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
 
-    def results(params: Any, x: Any) -> Any:
-        def loss(params: Any, x: Any) -> Any:
-            return (sum(w.sum() for w in params) * x.sum(), list(route(*params))), params
 
-        ((_, made), _), _ = sm.value_and_grad(loss, axis_name="x", has_aux=True)(params, x)
-        return made
+@pytest.mark.parametrize("name", ROUTES)
+def test_which_results_are_known_to_be_parameters_without_a_program(name: str) -> None:
+    """With `jit=False` only what is a parameter is known to be the same on all shards."""
+    wanted = ROUTES[name][1]
 
-    mesh = make_mesh("4")
+    def pick(which: list[int], params: Any, x: Any) -> Any:
+        return [results(name, params, x)[k] for k in which]
+
+    def mapped(which: list[int]) -> Any:
+        fun = functools.partial(pick, which)
+        return sm.shard_map(fun, make_mesh("4"), (P(), P("x")), P(), jit=False)
+
     known = [k for k, source in enumerate(wanted) if source is not None]
-    pick = lambda params, x: [results(params, x)[k] for k in known]
-    made = sm.shard_map(pick, mesh, (P(), P("x")), P())(PARAMS, X)
-    for result, k in zip(made, known, strict=True):
+    for result, k in zip(mapped(known)(PARAMS, X), known, strict=True):
         np.testing.assert_array_equal(result, PARAMS[wanted[k] or 0])
     for k in {*range(len(wanted))} - {*known}:
         with pytest.raises(sm.SpecError, match="varies over 'x'"):
-            sm.shard_map(lambda p, x, k=k: results(p, x)[k], mesh, (P(), P("x")), P())(PARAMS, X)
+            mapped([k])(PARAMS, X)
