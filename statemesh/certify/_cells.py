@@ -230,7 +230,7 @@ def _partitioned(row: Row, mode: str, operands: list[Array]) -> Iterator[Cell]:
         spec = P(*[AXIS if at == axis else None for at in range(operands[k].ndim)])
         sharded = [placed(mode, x, spec if at == k else P()) for at, x in enumerate(operands)]
         for name, column in COLUMNS.items():
-            if name == "lanes" or (name in ("jvp", "vmap") and (k, axis) != splits[0]):
+            if name == "lanes":
                 continue
 
             def fun(*operands: Array, column: Callable[..., list[Array]] = column) -> list[Array]:
