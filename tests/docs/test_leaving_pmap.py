@@ -26,8 +26,9 @@ def assert_same(x: Any, y: Any) -> None:
     if isinstance(x, str):
         assert x == y
         return
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
+    x, y = np.asarray(x), np.asarray(y)
     assert (np.shape(x), x.dtype) == (np.shape(y), y.dtype)
     np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
 
