@@ -836,15 +836,14 @@ def at_once(
 
     # Few cases need it, and only these trace it.
     program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(loss_and_made)(params)))
-    made = scope.restored(arrays, program)
-    if same := scope.made_of_casts(made):
+    arrays = scope.restored(arrays, program)
+    if same := scope.made_of_casts(arrays):
         # What comes of parameters alone varies by the type of the cast, so it is made without the cast.
         closed = jax.make_jaxpr(loss_and_made)(parts.params)
-        for i, x in zip(
-            same, jaxprs.run_only(closed, parts.params, [1 + i for i in same]), strict=True
-        ):
-            made[i] = x
-    return Evaluated(loss, grads, result.filled(made), crossed, program)
+        uncast = jaxprs.run_only(closed, parts.params, [1 + i for i in same])
+        for i, x in zip(same, uncast, strict=True):
+            arrays[i] = x
+    return Evaluated(loss, grads, result.filled(arrays), crossed, program)
 
 
 def _paths(model: PyTree, root: str) -> list[str]:

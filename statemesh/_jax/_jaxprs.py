@@ -360,28 +360,33 @@ def run_jaxpr(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list[Array]:
     ]
 
 
+def needed(jaxpr: Jaxpr, results: Sequence[Operand], with_effects: bool) -> list[Equation]:
+    """The equations that these results are made from, and with `with_effects` those that have effects."""
+    wanted = {v for v in results if not is_literal(v)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if (with_effects and eqn.effects) or wanted.intersection(eqn.outvars):
+            kept.append(eqn)
+            wanted.update(v for v in eqn.invars if not is_literal(v))
+    return kept[::-1]
+
+
 def run_only(closed: ClosedJaxpr, arrays: Sequence[ArrayLike], results: Sequence[int]) -> list[Any]:
     """Some results of a traced program, for which nothing that they do not need is run."""
     jaxpr = closed.jaxpr
     outvars = [jaxpr.outvars[i] for i in results]
-    wanted = {v for v in outvars if not is_literal(v)}
-    needed = []
-    for eqn in reversed(jaxpr.eqns):
-        if wanted.intersection(eqn.outvars):
-            needed.append(eqn)
-            wanted.update(v for v in eqn.invars if not is_literal(v))
     variables, values = [*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays]
     known: dict[Operand, Any] = dict(zip(variables, values, strict=True))
 
     def value(atom: Operand) -> Any:
         return getattr(atom, "val", None) if is_literal(atom) else known[atom]
 
-    for eqn in reversed(needed):
+    for eqn in needed(jaxpr, outvars, with_effects=False):
         with compat.in_place_of(eqn):
             params = eqn.primitive.get_bind_params(eqn.params)
-            made = eqn.primitive.bind(*map(value, eqn.invars), **params)
+            outputs = eqn.primitive.bind(*map(value, eqn.invars), **params)
         several = eqn.primitive.multiple_results
-        known.update(zip(eqn.outvars, made if several else [made], strict=True))
+        known.update(zip(eqn.outvars, outputs if several else [outputs], strict=True))
     return list(map(value, outvars))
 
 

@@ -17,7 +17,16 @@ import numpy as np
 from .._base._types import Array, ArrayLike
 from . import _compat as compat
 from ._compat import ClosedJaxpr, Equation, Jaxpr, Operand
-from ._jaxprs import AnyJaxpr, consts_of, is_literal, jaxprs_of, open_jaxpr, run_anew, run_by
+from ._jaxprs import (
+    AnyJaxpr,
+    consts_of,
+    is_literal,
+    jaxprs_of,
+    needed,
+    open_jaxpr,
+    run_anew,
+    run_by,
+)
 
 
 # What was made, by what was done to which values. Both are kept, so that no other value gets an id of theirs.
@@ -80,7 +89,7 @@ def _run(
         result = primitive.bind(*operands, **primitive.get_bind_params(params))
         return list(result) if primitive.multiple_results else [result]
 
-    for eqn in _needed(jaxpr):
+    for eqn in needed(jaxpr, jaxpr.outvars, with_effects=True):
         operands = list(map(value, eqn.invars))
         make, done = partial(outputs_of, eqn, operands), _done(eqn, operands)
         # Each equation keeps the line of the user's that it has come from.
@@ -93,17 +102,6 @@ def _run(
 def _in_a_program_of_its_own(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
     """A loop's or a branch's jaxpr as a function."""
     return lambda *operands: _run(open_jaxpr(jaxpr), getattr(jaxpr, "consts", ()), operands, {})
-
-
-def _needed(jaxpr: Jaxpr) -> list[Equation]:
-    """The equations that results are made from, and those with effects."""
-    wanted = {v for v in jaxpr.outvars if not is_literal(v)}
-    kept = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or wanted.intersection(eqn.outvars):
-            kept.append(eqn)
-            wanted.update(v for v in eqn.invars if not is_literal(v))
-    return kept[::-1]
 
 
 def _done(eqn: Equation, operands: Sequence[Any]) -> Hashable | None:

@@ -71,7 +71,7 @@ def _made(cell: Judged, names: str, floats: list[int], count: int) -> str:
         tangents = "".join(f"jnp.cos(x{k})," for k in floats)
         return f"jax.jvp(lambda {of}: {call}, ({of},), ({tangents}))[1]"
     if cell.column == "vjp":
-        # So that the sum is each shard's of_shards, whatever the function makes of its operands.
+        # So that the sum is each shard's own, whatever the function makes of its operands.
         plus_zero = (
             " + 0.0 * lax.axis_index('x')" if cell.mode in ("shard_map", "statemesh") else ""
         )

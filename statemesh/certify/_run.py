@@ -27,13 +27,10 @@ Outcome = Literal["right", "refused", "raw", "wrong", "unconfirmed", "none"]
 
 # So many programs are compiled as one, which is faster than each on its own.
 _TOGETHER = 60
-# Compiling and running them takes some seconds.
+# Compiling and running them takes some seconds; after this time JAX waits for ever.
 _SECONDS = 180
 # Each program runs once.
-_FAST = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
+_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # By how much operands are moved, to see by how much the results move.
 _MOVED = 1e-10
 _EPS = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
@@ -229,14 +226,9 @@ def _compiled(
 
 def _text(program: _Program) -> str:
     """Equal for programs that compile alike, and run on the same operands."""
-    operands = [
-        (str(x.sharding), jax.random.key_data(x) if is_key(x) else np.asarray(x))
-        for run in program.runs
-        for x in run
-    ]
-    return (
-        f"{untyped(program.closed)} {[(where, np.asarray(x).tobytes()) for where, x in operands]}"
-    )
+    operands = [x for run in program.runs for x in run]
+    numbers = [jax.random.key_data(x) if is_key(x) else x for x in operands]
+    return f"{untyped(program.closed)} {[(x.sharding, np.asarray(x).tobytes()) for x in numbers]}"
 
 
 def _judged(

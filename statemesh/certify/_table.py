@@ -125,7 +125,7 @@ label { margin-right: 1em } #says { white-space: pre-wrap; min-height: 4.5em; fo
 <span class="key none">no such thing</span> <span id="count"></span></p>
 <p id="says">Point at a cell. A click on a wrong one opens the program that shows it.</p>
 <table><thead><tr><th></th>HEAD</tr><tr><th></th>COLUMNS</tr></thead><tbody id="rows"></tbody></table>
-<p>Without a row, because they make no arrays or need what is no array: <code id="untried"></code></p>
+<p>Functions without a row: they make no arrays, or take something else: <code id="untried"></code></p>
 <p>Primitives of <code>jax.lax</code> that no row reaches: <code id="unreached"></code></p>
 <script>
 const tables = DATA, places = PLACES;
