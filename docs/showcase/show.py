@@ -1,0 +1,357 @@
+"""Measures a showcase and writes its page: `python docs/showcase/show.py NAME`.
+
+A showcase is a folder with four files. `original.py` is somebody else's program, `port.py` the same program
+with statemesh, and `naive.py` what one would write in a hurry. `case.py` says how they are driven and what
+the page tells. With `--pages` the pages are written anew from what was measured before.
+"""
+
+import argparse
+import difflib
+import html
+import importlib.util
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+import statemesh as sm
+from statemesh.testing import assert_equivalent
+
+
+HERE = pathlib.Path(__file__).parent
+PAGES = HERE.parent / "pages" / "showcase"
+SOURCES = "https://github.com/"
+
+
+def names() -> list[str]:
+    return sorted(file.parent.name for file in HERE.glob("*/case.py"))
+
+
+def load(name: str, part: str) -> Any:
+    """A file of a showcase as a module of its own."""
+    spec: Any = importlib.util.spec_from_file_location(
+        f"showcase_{name}_{part}", HERE / name / f"{part}.py"
+    )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(
+    case: Any, program: Any, steps: int, place: Callable[[Any], Any] | None = None
+) -> list[float]:
+    """What the case measures after each step."""
+    carry, curve = case.start(program), []
+    for k in range(steps):
+        batch = case.batch(program, k)
+        carry = case.step(program, carry, batch if place is None else place(batch))
+        curve.append(float(case.measure(program, carry)))
+    return curve
+
+
+def mesh_of(sizes: dict[str, int], kind: AxisType = AxisType.Explicit) -> jax.sharding.Mesh:
+    axis_types = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
+
+
+def seconds(case: Any, program: Any, steps: int, place: Any = None) -> Iterator[float]:
+    """How long each step takes, without what is measured; the first ones compile."""
+    carry = case.start(program)
+    for k in range(steps + 2):
+        batch = case.batch(program, k)
+        batch = batch if place is None else place(batch)
+        carry = jax.block_until_ready(carry)
+        start = time.perf_counter()
+        carry = jax.block_until_ready(case.step(program, carry, batch))
+        if k > 1:
+            yield time.perf_counter() - start
+
+
+def ratio(case: Any, original: Any, port: Any, mesh: dict[str, int]) -> dict[str, float]:
+    """Seconds of a step of the port and of the original, both on a mesh, and of the original on one device.
+
+    The original runs under `jax.jit` with its batch split over the mesh by shardings. Steps are interleaved.
+    """
+    auto = mesh_of(mesh, AxisType.Auto)
+    axis = next(iter(mesh))
+
+    def place(batch: Any) -> Any:
+        return jax.tree.map(
+            lambda x, spec: jax.device_put(x, NamedSharding(auto, spec)),
+            batch,
+            case.specs(batch, axis),
+        )
+
+    count = case.TIMED
+    taken: dict[str, list[float]] = {"port": [], "sharded": [], "one device": []}
+    with jax.set_mesh(mesh_of(mesh)):
+        ported = seconds(case, port, count)
+        first = next(ported)
+        taken["port"].append(first)
+    runs = {
+        "sharded": seconds(case, original, count, place if case.SHARDED else None),
+        "one device": seconds(case, original, count),
+    }
+    for _ in range(count - 1):
+        with jax.set_mesh(mesh_of(mesh)):
+            taken["port"].append(next(ported))
+        for name, each in runs.items():
+            taken[name].append(next(each))
+    medians = {name: statistics.median(each) for name, each in taken.items() if each}
+    if not case.SHARDED:
+        del medians["sharded"]
+    return medians
+
+
+def diff(before: str, after: str) -> tuple[int, int]:
+    """How many lines go, and how many come."""
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))[
+        2:
+    ]
+    return sum(x.startswith("-") for x in lines), sum(x.startswith("+") for x in lines)
+
+
+def code(name: str, part: str) -> str:
+    """A program without the docstring that says where it comes from."""
+    text = (HERE / name / f"{part}.py").read_text()
+    return text.split('"""\n', 1)[1].lstrip("\n") if text.startswith('"""') else text
+
+
+def measure(name: str) -> dict[str, Any]:
+    case, original, port, naive = [
+        load(name, part) for part in ("case", "original", "port", "naive")
+    ]
+    figures: dict[str, Any] = {"jax": jax.__version__, "meshes": {}}
+    figures["original"] = run(case, original, case.STEPS)
+    for sizes in case.MESHES:
+        key = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        with jax.set_mesh(mesh_of(sizes)):
+            figures["meshes"][key] = run(case, port, case.STEPS)
+    first = case.MESHES[0]
+    with jax.set_mesh(mesh_of(first)):
+        figures["naive"] = run(case, naive, case.STEPS)
+        figures["refused"] = refusal(case, naive, name)
+        explained = sm.explain(case.mapped(port), *case.arguments(port))
+        figures["collectives"] = [
+            [c.operation, c.cause, c.times]
+            for c in explained.collectives
+            if c.compiled != "removed"
+        ]
+    checked = assert_equivalent(case.mapped(port), case.arguments(port), **case.CHECK)
+    figures["agreed"] = len(checked.agreed)
+    figures["unjudged"] = sum(checked.unjudged.values())
+    figures["report"] = report(case, naive)
+    figures["seconds"] = ratio(case, original, port, first)
+    return figures
+
+
+def report(case: Any, program: Any) -> str:
+    """What the check says of a program, or the call itself."""
+    try:
+        assert_equivalent(case.mapped(program), case.arguments(program), **case.CHECK)
+    except (AssertionError, sm.StatemeshError) as error:
+        return str(error).strip().replace(f"{pathlib.Path(program.__file__).parent}/", "")
+    return ""
+
+
+def refusal(case: Any, naive: Any, name: str) -> str:
+    """What the first step of the naive port raises with the check of types on."""
+    text = (HERE / name / "naive.py").read_text()
+    if "check_vma=False" not in text:
+        return ""
+    checked = types.ModuleType(naive.__name__ + "_checked")
+    exec(
+        compile(text.replace("check_vma=False", "check_vma=True"), naive.__file__, "exec"),
+        vars(checked),
+    )
+    try:
+        case.step(checked, case.start(checked), case.batch(checked, 0))
+    except Exception as error:  # What it is, is what is measured.
+        return f"{type(error).__name__}: {error}".strip()
+    return ""
+
+
+def page(name: str, figures: dict[str, Any]) -> str:
+    case = load(name, "case")
+    gone, come = diff(code(name, "original"), code(name, "port"))
+    naive_gone, naive_come = diff(code(name, "port"), code(name, "naive"))
+    first = ", ".join(f"{axis}={size}" for axis, size in case.MESHES[0].items())
+    seconds = figures["seconds"]
+    rows = [
+        ("the original, on one device", figures["original"][-1], 0.0),
+        *(
+            (f"the port on {key}", curve[-1], off(curve, figures["original"]))
+            for key, curve in figures["meshes"].items()
+        ),
+        (
+            f"the naive port on {first}",
+            figures["naive"][-1],
+            off(figures["naive"], figures["original"]),
+        ),
+    ]
+    table = "\n".join(f"| {what} | {last:.6g} | {far:.1e} |" for what, last, far in rows)
+    relative = (
+        f"{seconds['port'] / seconds['one device']:.2f} times as long as the original on one device"
+    )
+    if "sharded" in seconds:
+        by_shardings = f"{seconds['port'] / seconds['sharded']:.2f} times as long as"
+        relative = f"{by_shardings} the original\nunder `jax.jit` with its batch split by shardings, and {relative}"
+    sent = {}
+    for operation, cause, times in figures["collectives"]:
+        sent[operation, cause] = sent.get((operation, cause), 0) + times
+    collectives = "\n".join(
+        f"| {operation} | {cause} | {times:g} |" for (operation, cause), times in sent.items()
+    )
+    source = f"{SOURCES}{case.REPOSITORY}/blob/{case.COMMIT}/{case.PATH}"
+    return f"""# {case.TITLE}
+
+{case.WHAT.strip()}
+
+The original is [{case.PATH}]({source}) of {case.PROJECT} ({case.LICENCE}).
+{case.ADAPTED.strip()}
+
+## What changes
+
+{gone} lines go and {come} come. {case.CHANGES.strip()}
+
+{panes(code(name, "original"), code(name, "port"), "the original", "with statemesh")}
+
+## What it gives
+
+![{case.MEASURE} after each step]({name}.svg)
+
+{case.MEASURE}, after {case.STEPS} steps; and the largest difference from the original after any step, relative
+to the original's largest value:
+
+| | {case.MEASURE.lower()} | off by |
+| --- | --- | --- |
+{table}
+
+`assert_equivalent` passes: {figures["agreed"]} comparisons, {figures["unjudged"]} numbers not judged.
+
+A step of the port takes {relative}
+(on {first}, simulated by 2 cores, where no mesh can be faster than one device). In a call devices exchange
+
+| collective | because of | times |
+| --- | --- | --- |
+{collectives}
+
+## The naive port
+
+{case.NAIVE.strip()} It differs from the port in {naive_gone} lines that go and {naive_come} that come:
+
+{panes(code(name, "port"), code(name, "naive"), "the port", "the naive port")}
+
+Nothing fails. `assert_equivalent` says:
+
+```text
+{figures["report"]}
+```
+{refused(figures["refused"])}"""
+
+
+def refused(error: str) -> str:
+    if not error:
+        return ""
+    return f"""
+Without `check_vma=False` the first call is refused:
+
+```text
+{error}
+```
+"""
+
+
+def off(curve: Sequence[float], wanted: Sequence[float]) -> float:
+    return float(np.max(np.abs(np.subtract(curve, wanted))) / np.max(np.abs(wanted)))
+
+
+def panes(before: str, after: str, left: str, right: str) -> str:
+    """Both texts side by side, where they differ."""
+    a, b = before.splitlines(), after.splitlines()
+    rows = []
+    for group in difflib.SequenceMatcher(None, a, b, autojunk=False).get_grouped_opcodes(2):
+        if rows:
+            rows.append('<tr class="gap"><td>⋯</td><td>⋯</td></tr>')
+        for tag, i, k, m, n in group:
+            for at in range(max(k - i, n - m)):
+                cells = [
+                    cell(a, i + at, k, tag != "equal", "goes"),
+                    cell(b, m + at, n, tag != "equal", "comes"),
+                ]
+                rows.append(f"<tr>{''.join(cells)}</tr>")
+    body = "\n".join(rows)
+    return f'<table class="panes">\n<tr><th>{left}</th><th>{right}</th></tr>\n{body}\n</table>'
+
+
+def cell(lines: Sequence[str], at: int, end: int, differs: bool, kind: str) -> str:
+    if at >= end:
+        return "<td></td>"
+    text = html.escape(lines[at]).replace("*", "&#42;").replace("_", "&#95;")
+    text = text.replace("`", "&#96;").replace("[", "&#91;") or "&nbsp;"
+    return (
+        f'<td class="{kind}"><pre>{text}</pre></td>' if differs else f"<td><pre>{text}</pre></td>"
+    )
+
+
+def draw(name: str, figures: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = name
+    from matplotlib import pyplot as plt
+
+    case = load(name, "case")
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    steps = np.arange(1, case.STEPS + 1)
+    axes.plot(
+        steps,
+        figures["original"],
+        color="black",
+        linewidth=4,
+        alpha=0.3,
+        label="original, one device",
+    )
+    for key, curve in figures["meshes"].items():
+        axes.plot(steps, curve, linewidth=1.2, label=f"port, {key}")
+    axes.plot(steps, figures["naive"], color="tab:red", linestyle="--", label="naive port")
+    axes.set_xlabel("step")
+    axes.set_ylabel(case.MEASURE)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(PAGES / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pages", action="store_true", help="only write the pages")
+    parser.add_argument("names", nargs="*", help="all if left out")
+    options = parser.parse_args()
+    PAGES.mkdir(exist_ok=True)
+    for name in options.names or names():
+        file = HERE / name / "figures.json"
+        if not options.pages:
+            figures = measure(name)
+            file.write_text(json.dumps(figures, indent=1))
+        figures = json.loads(file.read_text())
+        draw(name, figures)
+        (PAGES / f"{name}.md").write_text(page(name, figures))
+
+
+if __name__ == "__main__":
+    main()
