@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import statemesh as sm
 from statemesh._call import _program
 from statemesh._call._program import LikeBefore, Refused
 from statemesh._jax import _compat as compat
@@ -300,3 +301,24 @@ def test_the_equations_that_are_being_recorded_are_known() -> None:
     assert names[0] == ["sin"]
     assert "cos" in names[1] and "sin" in names[1]
     assert compat.recorded_equations() == []
+
+
+def test_what_is_computed_while_tracing_fails_where_a_mesh_is_set() -> None:
+    # If JAX computes it, `in_shards` can go.
+    def body(x: jax.Array) -> jax.Array:
+        with jax.ensure_compile_time_eval():
+            three = jnp.asarray(np.array(3))
+            assert three == 3
+        return x * three
+
+    f = jax.shard_map(body, in_specs=P("x"), out_specs=P("x"))
+    with jax.set_mesh(make_mesh()):
+        x = jax.device_put(jnp.arange(8.0), P("x"))
+        with pytest.raises(AssertionError):
+            jax.jit(f)(x)
+        for check_vma in (True, False):
+            mapped = sm.shard_map(body, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
+            np.testing.assert_array_equal(mapped(x), 3 * np.arange(8.0))
+            np.testing.assert_array_equal(jax.jit(mapped)(x), 3 * np.arange(8.0))
+            grads = jax.grad(lambda x, mapped=mapped: mapped(x).sum())(x)
+            np.testing.assert_array_equal(grads, 3 * np.ones(8))

@@ -209,7 +209,8 @@ def page(name: str, figures: dict[str, Any]) -> str:
     )
     if "sharded" in seconds:
         by_shardings = f"{seconds['port'] / seconds['sharded']:.2f} times as long as"
-        relative = f"{by_shardings} the original\nunder `jax.jit` with its batch split by shardings, and {relative}"
+        sharded = "the original\nunder `jax.jit` with its batch split by shardings"
+        relative = f"{by_shardings} {sharded}, and {relative}"
     sent = {}
     for operation, cause, times in figures["collectives"]:
         sent[operation, cause] = sent.get((operation, cause), 0) + times
@@ -234,8 +235,8 @@ The original is [{case.PATH}]({source}) of {case.PROJECT} ({case.LICENCE}).
 
 ![{case.MEASURE} after each step]({name}.svg)
 
-{case.MEASURE}, after {case.STEPS} steps; and the largest difference from the original after any step, relative
-to the original's largest value:
+{case.MEASURE}, after {case.STEPS} steps; and the largest difference from the original after any step,
+relative to the original's largest value:
 
 | | {case.MEASURE.lower()} | off by |
 | --- | --- | --- |
@@ -273,6 +274,38 @@ Without `check_vma=False` the first call is refused:
 ```text
 {error}
 ```
+"""
+
+
+def index() -> str:
+    """The page that lists all showcases."""
+    rows = []
+    for name in names():
+        case, figures = load(name, "case"), json.loads((HERE / name / "figures.json").read_text())
+        gone, come = diff(code(name, "original"), code(name, "port"))
+        farthest = max(off(curve, figures["original"]) for curve in figures["meshes"].values())
+        found = next((x for x in figures["report"].splitlines() if x), "").replace("|", "\\|")
+        rows.append(
+            f"| [{case.TITLE}](showcase/{name}.md) | {max(gone, come)} | {farthest:.0e} | "
+            f"{off(figures['naive'], figures['original']):.0e} | {found} |"
+        )
+    body = "\n".join(rows)
+    return f"""# Programs of others
+
+{len(rows)} public programs with state, sharded. Each page has the program and its port side by side, the
+curves on one device and on meshes, what the call exchanges and takes, and a naive port with what
+silently goes wrong in it.
+
+*Lines* are those that the port changes or adds. *Off by* is the largest difference from the original, on
+any of the meshes and after any step, relative to the original's largest value; then the same of the
+naive port on 8 devices. The last column is the first line of what `assert_equivalent` says of the naive
+port.
+
+| program | lines | off by | naive off by | the check on the naive port |
+| --- | --- | --- | --- | --- |
+{body}
+
+The programs and the script that measures them are in the folder `docs/showcase` of the repository.
 """
 
 
@@ -351,6 +384,7 @@ def main() -> None:
         figures = json.loads(file.read_text())
         draw(name, figures)
         (PAGES / f"{name}.md").write_text(page(name, figures))
+    (PAGES.parent / "showcase.md").write_text(index())
 
 
 if __name__ == "__main__":

@@ -127,7 +127,8 @@ class Instance:
 
     def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.call.unit_def.unflatten(units)
-        return self.declared.fun(*opened(args), **kwargs)
+        with compat.in_shards():
+            return self.declared.fun(*opened(args), **kwargs)
 
     def _leave(
         self,

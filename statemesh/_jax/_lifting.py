@@ -181,7 +181,7 @@ def _not_lifted(error: BaseException) -> StatemeshError:
     return error_listing(
         StatemeshError,
         "JAX's check of what varies between shards refuses this, and casts do not mend it: "
-        + str(error).split("\n")[0],
+        + (str(error).split("\n")[0] or type(error).__name__),
         items,
         "Cast what goes in to what comes out, `jax.lax.pcast(x, axis_name, to='varying')`, or report the "
         "program to statemesh.",

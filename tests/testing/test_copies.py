@@ -110,3 +110,11 @@ def test_copies_may_differ_by_rounding_and_no_more() -> None:
     nearly = lambda x: lax.psum(x.sum(0), "x") * (1 + 1e-3 * lax.axis_index("x"))
     text = report(nearly, jnp.asarray(X, jnp.bfloat16), check_vma=False)
     assert "is one copy for all shards along 'x', but differs by" in text
+
+
+def test_of_many_copies_that_differ_four_are_shown() -> None:
+    """A report stays short, whatever the size of the model."""
+    text = report(lambda x: [k * x.sum() for k in range(1, 41)], X, check_vma=False)
+    assert text.count("is one copy for all shards along 'x'") == 4
+    assert "\n  and 36 more.\n" in text
+    assert len(text.splitlines()) <= 25

@@ -12,19 +12,21 @@ PROJECT, LICENCE = "Equinox", "Apache-2.0"
 REPOSITORY, COMMIT = "patrick-kidger/equinox", "9336d820b2ef66b360fc6cb3611b3da5cefbb14d"
 PATH = "docs/examples/stateful.ipynb"
 WHAT = """
-`BatchNorm` keeps running statistics and `SpectralNorm` two vectors, in an `equinox.nn.State` that is threaded through every
-call. Adam trains on all rows at once.
+`BatchNorm` keeps running statistics and `SpectralNorm` two vectors, in an `equinox.nn.State` that is
+threaded through every call. Adam trains on all rows at once.
 """
 ADAPTED = """
-Its cells are one file here, its loop is cut into `start`, `batch` and `step`, and it has 64 rows in the place of 10.
+Its cells are one file here, its loop is cut into `start`, `batch` and `step`, and it has 64 rows in the
+place of 10.
 """
 CHANGES = """
-`BatchNorm` gets the mesh axis beside its own, so that its statistics are those of all rows; `sm.grad` takes the place of
-`eqx.filter_grad` and reduces the gradients once; the step is mapped. `eqx.nn.State` stays.
+`BatchNorm` gets the mesh axis beside its own, so that its statistics are those of all rows; `sm.grad`
+takes the place of `eqx.filter_grad` and reduces the gradients once; the step is mapped. `eqx.nn.State`
+stays.
 """
 NAIVE = """
-The rows are split, and nothing else is changed. Each device then normalizes with the statistics of its own 8 rows, keeps its
-own running statistics, and takes a step with the gradient of its own rows.
+The rows are split, and nothing else is changed. Each device then normalizes with the statistics of its
+own 8 rows, keeps its own running statistics, and takes a step with the gradient of its own rows.
 """
 MEASURE = "Loss"
 STEPS, TIMED = 40, 30

@@ -110,7 +110,9 @@ def _rounding(mismatch: Mismatch, allowed: float) -> str:
 def broken_promises(promises: Sequence[BrokenPromise]) -> list[str]:
     """Lines on results that are promised to be the same on several shards, and differ."""
     # The results of a call with its gradient are a part of what is traced.
-    lines = [promise.text.replace("(...).results", "(...)") for promise in promises]
+    lines = [promise.text.replace("(...).results", "(...)") for promise in promises[:MOST_RESULTS]]
+    if (more := len(promises) - MOST_RESULTS) > 0:
+        lines.append(f"  and {more} more.")
     return [*lines, UNEVEN if promises[0].is_predicate else UNREDUCED]
 
 

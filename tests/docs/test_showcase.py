@@ -1,0 +1,76 @@
+"""Programs of others: their ports give what they give, and the pages show what was measured."""
+
+import importlib.util
+import json
+import os
+import sys
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+import statemesh as sm
+from statemesh.testing import assert_equivalent
+from tests.helpers import DOCS
+
+
+spec: Any = importlib.util.spec_from_file_location("showcase", DOCS / "showcase" / "show.py")
+show = sys.modules["showcase"] = importlib.util.module_from_spec(spec)
+with mock.patch.dict(os.environ):  # It asks for devices, which the tests have.
+    spec.loader.exec_module(show)
+
+MOST_LINES = 20
+pytestmark = pytest.mark.filterwarnings("ignore")  # Those of the programs.
+
+
+def figures(name: str) -> Any:
+    return json.loads((DOCS / "showcase" / name / "figures.json").read_text())
+
+
+@pytest.mark.parametrize("name", show.names())
+def test_a_page_shows_what_was_measured(name: str) -> None:
+    measured, case = figures(name), show.load(name, "case")
+    assert (show.PAGES / f"{name}.md").read_text() == show.page(name, measured)
+    assert (show.PAGES / f"{name}.svg").exists()
+    gone, come = show.diff(show.code(name, "original"), show.code(name, "port"))
+    assert max(gone, come) <= MOST_LINES
+    assert len(measured["meshes"]) == len(case.MESHES) >= 3
+    assert len(measured["original"]) == case.STEPS
+    # The check names a line of the naive port.
+    assert "naive.py:" in measured["report"]
+    original = (DOCS / "showcase" / name / "original.py").read_text()
+    assert case.LICENCE in original and case.COMMIT[:7] in original
+
+
+def test_there_are_eight_programs_from_six_projects() -> None:
+    cases = [show.load(name, "case") for name in show.names()]
+    assert len(cases) >= 8
+    assert len({case.PROJECT for case in cases}) >= 6
+    assert (DOCS / "pages" / "showcase.md").read_text() == show.index()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", show.names())
+def test_a_port_gives_what_the_original_gives(name: str) -> None:
+    case, steps = show.load(name, "case"), 3
+    expected = show.run(case, show.load(name, "original"), steps)
+    with jax.set_mesh(show.mesh_of(case.MESHES[0])):
+        got = show.run(case, show.load(name, "port"), steps)
+        naive = show.run(case, show.load(name, "naive"), steps)
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+    # It is right in three steps because it is right, and not because three steps change nothing.
+    assert not np.allclose(naive, expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", show.names())
+def test_the_check_holds_a_port_and_finds_the_naive_one(name: str) -> None:
+    case = show.load(name, "case")
+    short = {**case.CHECK, "meshes": case.CHECK["meshes"][:1], "steps": 1}
+    port = show.load(name, "port")
+    assert_equivalent(case.mapped(port), case.arguments(port), **short)
+    naive = show.load(name, "naive")
+    with pytest.raises((AssertionError, sm.StatemeshError), match=r"naive\.py:\d+"):
+        assert_equivalent(case.mapped(naive), case.arguments(naive), **short)
