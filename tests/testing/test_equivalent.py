@@ -230,6 +230,24 @@ def test_results_without_a_derivative_are_named() -> None:
     assert "the gradient by args[1]" in result.differentiated
 
 
+def test_a_function_without_a_derivative_needs_no_word_for_it() -> None:
+    """As a step that solves a differential equation: it has one of the first order only."""
+    traces = []
+
+    def halves(model: Any, x: Any) -> Any:
+        traces.append(len(model))
+        total = lax.psum(x.sum(0), "x")
+        small = lax.while_loop(lambda y: y.max() > 0.1, lambda y: y / 2, total)
+        return [w + small.sum() for w in model]
+
+    model = [jnp.ones(2)] * 40
+    result = check(halves, model, X, out_specs=P(), steps=1, meshes=NO_DEVICES)
+    assert len(result.constant) == 40 and not result.differentiated
+    assert len(traces) < 30
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        check(halves, model, X, out_specs=P(), steps=1, meshes=NO_DEVICES, gradients=True)
+
+
 # What it says
 
 

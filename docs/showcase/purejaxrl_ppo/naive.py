@@ -408,7 +408,6 @@ def make_train(config):
     envs = NormalizeVecObsEnvState(rows, rows, P(), rows)
     envs = NormalizeVecRewEnvState(P(), P(), P(), rows, envs)
     specs = (P(), envs, rows, P())
-
     @sm.shard_map(
         in_specs=(specs, None), out_specs=(specs, P(None, "data")), check_vma=False
     )

@@ -2,8 +2,9 @@
 PureJaxRL, Apache-2.0.
 
 Changed here: both files are one, with the wrappers that the program uses. A pendulum with Gymnax's interface takes
-the place of Brax, and ten lines that of Distrax. `train` is cut into `start` and `_update_step`; the log starts with
-floats. Layers, batches and the number of steps are smaller, and GAMMA is 0.9.
+the place of Brax, with friction and a motor that can lift it, and ten lines that of Distrax. `train` is cut into
+`start` and `_update_step`, without the callback of DEBUG; the log starts with floats, and nothing has a weak type.
+Layers, batches and the number of steps are smaller, and GAMMA is 0.9.
 """
 
 import jax

@@ -417,7 +417,6 @@ def make_train(config):
     envs = NormalizeVecObsEnvState(rows, rows, P(), rows)
     envs = NormalizeVecRewEnvState(P(), P(), P(), rows, envs)
     specs = (P(), envs, rows, P())
-
     @sm.shard_map(in_specs=(specs, None), out_specs=(specs, P(None, "data")))
     def _update_step(runner_state, unused):
         # COLLECT TRAJECTORIES
@@ -553,8 +552,7 @@ def make_train(config):
             update_state = (train_state, traj_batch, advantages, targets, rng)
             return update_state, total_loss
 
-        every = (traj_batch, advantages, targets)
-        every = sm.all_gather(every, "data", axis=1, tiled=True)
+        every = sm.all_gather((traj_batch, advantages, targets), "data", axis=1, tiled=True)
         update_state = (train_state, *every, rng)
         update_state, loss_info = jax.lax.scan(
             _update_epoch, update_state, None, config["UPDATE_EPOCHS"]

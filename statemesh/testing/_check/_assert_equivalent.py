@@ -79,7 +79,8 @@ def assert_equivalent(
         matched by structure, wherever it stands in arguments and results.
     - `gradients`: whether the gradient of a weighted sum of all results is compared too, by all inexact
         arrays of the arguments. Left out, it is, except for a training step: a function that changes
-        parameters. Results without a derivative are left out of the sum, and named.
+        parameters. Results without a derivative are left out of the sum, and named. If none has one, it is
+        not taken; `True` raises JAX's error then.
     - `tolerance`: how far results may differ, relative to the largest number of the array; of booleans that
         are computed from floats, what part of them may. Left out, as far as rounding explains: by how much
         each number moves when every operation is off by as much as it may round. Integers, booleans and keys

@@ -499,7 +499,7 @@ class Check:
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
             differentiated=tuple(subject.paths[subject.count :]),
-            constant=tuple(subject.paths[k] for k in subject.selected.constant),
+            constant=tuple(subject.paths[k] for k in subject.constant),
             unjudged=self.judge.unclear["double"],
             only_double=self.judge.unclear["own"],
             untested=(

@@ -147,31 +147,42 @@ def with_gradient(call: Fun, selected: Selection) -> Fun:
     return both
 
 
-def differentiable(selected: Selection, traces: Callable[[Selection], Any]) -> Selection:
+# The gradient is given up after so many errors, if no part of the results has a derivative so far.
+_MOST_ERRORS = 8
+
+
+def differentiable(
+    selected: Selection, traces: Callable[[Selection], Any], insists: bool
+) -> Selection:
     """The selection without the results that have no derivative.
+
+    They are searched in halves, because a model has many leaves, and a trace may take seconds.
 
     **Arguments:**
 
     - `traces`: traces the call with its gradient. It raises where there is none.
-
-    **Raises:** what `traces` raises, if no result has a derivative.
+    - `insists`: whether its error is raised where no result has a derivative. If not, all of them are
+        `constant`, and the search ends after a few errors.
     """
-    try:
-        traces(selected)
-        return selected
-    except Exception:  # Raised again below, unless some results have a derivative.
-        refused = set()
-        for number in selected.of:
-            others = tuple(k for k in selected.of if k != number)
-            with contextlib.suppress(Exception):
-                traces(Selection((number,), selected.by, others))
-                continue
-            refused.add(number)
-        left = tuple(k for k in selected.of if k not in refused)
-        if not left or not refused:
-            raise
-    without = Selection(left, selected.by, tuple(sorted(refused)))
-    traces(without)
+    parts, left, errors = [selected.of], list[int](), list[Exception]()
+    while parts and (insists or left or len(errors) < _MOST_ERRORS):
+        part = parts.pop()
+        others = tuple(k for k in selected.of if k not in part)
+        try:
+            traces(Selection(part, selected.by, others))
+            left += part
+        except Exception as error:
+            errors.append(error)
+            half = len(part) // 2
+            parts += [part[half:], part[:half]] if half else []
+    if not left:
+        if insists:
+            raise errors[0]
+        return Selection(constant=selected.of)
+    refused = tuple(k for k in selected.of if k not in left)
+    without = Selection(tuple(sorted(left)), selected.by, refused)
+    if errors:
+        traces(without)
     return without
 
 

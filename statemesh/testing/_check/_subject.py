@@ -45,6 +45,7 @@ class Subject:
     - `in_a_row`: the number of calls in a row.
     - `left_out`: the numbers of the leaves of the results that are not compared.
     - `selected`: what is differentiated.
+    - `constant`: the numbers of the leaves of the results that have no derivative.
     - `paths`, `count`: the paths of the leaves of the results and of the gradient; how many are results.
     """
 
@@ -73,7 +74,9 @@ class Subject:
         self.feed_back = find(self.types, self.form, self.fed_back, self.name, first.specs)
         self.in_a_row = self.steps or (DEFAULT_STEPS if self.feed_back else 1)
         self.left_out = left_out(self.name, self.form, self.leave_out)
-        self.selected = self._selection(first)
+        selected = self._selection(first)
+        self.constant = selected.constant
+        self.selected = selected if selected else Selection()
         if self.selected:
             self._reference = self._function_as_reference(self.selected)
         by, results = (
@@ -109,7 +112,7 @@ class Subject:
         note = "Give gradients=False where a function has none."
         with self.noting(f"for the gradient {first.label}", note):
             traced = lambda some: first.programs(some).of(self.types)
-            return differentiable(chosen, traced) if chosen else Selection()
+            return differentiable(chosen, traced, bool(self.gradients)) if chosen else Selection()
 
     def _learns(self) -> bool:
         """Whether a call changes parameters: a training step, whose derivative nobody takes."""

@@ -1,0 +1,108 @@
+"""The program with statemesh, on the mesh that is set."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import statemesh as sm
+from jax.sharding import PartitionSpec as P
+from sklearn.datasets import load_digits
+
+batch_size = 32
+
+dataset = load_digits()
+shuffled = np.random.default_rng(1).permutation(len(dataset.target))
+train_ds, test_ds = shuffled[:1280], shuffled[1280:]
+
+def make_batch(rows):
+  """A batch of normalized (image, label) numpy arrays."""
+  images = dataset.images[rows].astype(np.float32)[..., None] / 16.0
+  return {'image': images, 'label': dataset.target[rows].astype(np.int32)}
+
+from flax import nnx  # The Flax NNX API.
+from functools import partial
+from typing import Optional
+
+class Dropout(nnx.Dropout):
+  """Draws the mask of all rows, and applies the part of this device."""
+  def __call__(self, x, *, rngs: nnx.Rngs | None = None):
+    mask = super().__call__(jnp.ones((len(x) * sm.axis_size("data"), *x.shape[1:])), rngs=rngs)
+    return x * jax.lax.dynamic_slice_in_dim(mask, sm.axis_index("data") * len(x), len(x))
+
+class CNN(nnx.Module):
+  """A simple CNN model."""
+
+  def __init__(self, *, rngs: nnx.Rngs):
+    self.conv1 = nnx.Conv(1, 8, kernel_size=(3, 3), rngs=rngs)
+    self.batch_norm1 = nnx.BatchNorm(8, axis_name='data', rngs=rngs)
+    self.dropout1 = Dropout(rate=0.025)
+    self.conv2 = nnx.Conv(8, 16, kernel_size=(3, 3), use_bias=False, rngs=rngs)
+    self.batch_norm2 = nnx.BatchNorm(16, axis_name='data', rngs=rngs)
+    self.avg_pool = partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2))
+    self.linear1 = nnx.Linear(64, 64, rngs=rngs)
+    self.dropout2 = Dropout(rate=0.025)
+    self.linear2 = nnx.Linear(64, 10, rngs=rngs)
+
+  def __call__(self, x, rngs: nnx.Rngs | None = None):
+    x = self.avg_pool(nnx.relu(self.batch_norm1(self.dropout1(self.conv1(x), rngs=rngs))))
+    x = self.avg_pool(nnx.relu(self.batch_norm2(self.conv2(x))))
+    x = x.reshape(x.shape[0], -1)  # flatten
+    x = nnx.relu(self.dropout2(self.linear1(x), rngs=rngs))
+    x = self.linear2(x)
+    return x
+
+# Instantiate the model.
+model = CNN(rngs=nnx.Rngs(0))
+
+import optax
+
+learning_rate = 0.005
+momentum = 0.9
+
+optimizer = nnx.Optimizer(
+  model, optax.adamw(learning_rate, momentum), wrt=nnx.Param
+)
+metrics = nnx.MultiMetric(
+  accuracy=nnx.metrics.Accuracy(),
+  loss=nnx.metrics.Average('loss'),
+)
+
+def loss_fn(model: CNN, batch, rngs: nnx.Rngs | None = None):
+  logits = model(batch['image'], rngs)
+  loss = optax.softmax_cross_entropy_with_integer_labels(
+    logits=logits, labels=batch['label']
+  ).mean()
+  return loss, logits
+
+@sm.shard_map(in_specs=(P(), P(), P(), P(), P("data")), out_specs=P())
+def train_step(model: CNN, optimizer: nnx.Optimizer, metrics: nnx.MultiMetric, rngs: nnx.Rngs, batch):
+  """Train for a single step."""
+  grad_fn = sm.value_and_grad(lambda m: (loss_fn(m[0], batch, m[1]), m), axis_name="data", has_aux=True)
+  ((loss, logits), (model, rngs)), (grads, _) = grad_fn((model, rngs))
+  logits, labels = jax.lax.all_gather((logits, batch['label']), "data", tiled=True, to="invarying")
+  metrics.update(loss=loss, logits=logits, labels=labels)  # In-place updates.
+  optimizer.update(model, grads)  # In-place updates.
+  return model, optimizer, metrics, rngs
+
+@nnx.jit
+def eval_step(model: CNN, metrics: nnx.MultiMetric, batch):
+  loss, logits = loss_fn(model, batch)
+  metrics.update(loss=loss, logits=logits, labels=batch['label'])  # In-place updates.
+
+train_model = nnx.view(model, deterministic=False, use_running_average=False)
+
+def start():
+  return nnx.clone((train_model, optimizer, metrics, nnx.Rngs(0)))
+
+def batch(k):
+  first = k * batch_size % len(train_ds)
+  return make_batch(train_ds[first : first + batch_size])
+
+def evaluate(model: CNN):
+  """The metrics on the test set."""
+  metrics = nnx.MultiMetric(
+    accuracy=nnx.metrics.Accuracy(),
+    loss=nnx.metrics.Average('loss'),
+  )
+  eval_model = nnx.view(model, deterministic=True, use_running_average=True)
+  eval_step(eval_model, metrics, make_batch(test_ds))
+  return metrics.compute()
