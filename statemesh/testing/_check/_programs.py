@@ -1,6 +1,5 @@
 """A function on a mesh, the reference and their gradients, kept together with their compiled programs."""
 
-import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
