@@ -27,6 +27,7 @@ from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Leaf, PyTree
 from .._jax import _compat as compat
 from .._jax._compat import tree_util
 from .._jax._dataflow import sources
+from .._jax._lifting import in_shards
 from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
 from ._arguments import Call, Input, inside_modules, opened
@@ -127,7 +128,7 @@ class Instance:
 
     def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.call.unit_def.unflatten(units)
-        with compat.in_shards():
+        with in_shards():
             return self.declared.fun(*opened(args), **kwargs)
 
     def _leave(

@@ -44,7 +44,6 @@ _config: Any = jax.config
 
 # The module in which one can ask what JAX is tracing. It does not mark these names as exported.
 core: Any = importlib.import_module("jax.extend.core")
-_src_sharding: Any = importlib.import_module("jax._src.sharding_impls")
 # JAX ships no stubs of `PyTreeDef`, so that a type checker would allow none of its methods.
 tree_util: Any = jax.tree_util
 
@@ -267,21 +266,6 @@ def concrete_context_mesh() -> Mesh | None:
                 return None
         mesh = there.mesh
     return None if mesh.empty else mesh
-
-
-@contextmanager
-def in_shards() -> Iterator[None]:
-    """A context for a function of shards, in which what is computed while JAX traces needs no devices.
-
-    Where a mesh is set, JAX lays such a value (of `jax.ensure_compile_time_eval`) out on it as if one could,
-    inside a `shard_map` over all axes, and then fails by an assertion. No public name unsets a mesh there.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not mesh.are_all_axes_manual:
-        yield
-        return
-    with _src_sharding._internal_use_concrete_mesh(Mesh(np.empty((), object), ())):
-        yield
 
 
 def manual_axes(mesh: Mesh | AbstractMesh | None) -> Axes:

@@ -30,7 +30,7 @@ import jaxtyping
 import numpy as np
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._base._errors import StatemeshError, error_listing
 from .._base._libraries import OWN_FOLDER, is_library, shown
@@ -49,6 +49,7 @@ _src_config: Any = importlib.import_module("jax._src.config")
 _src_derivatives: Any = importlib.import_module("jax._src.custom_derivatives")
 _src_pe: Any = importlib.import_module("jax._src.interpreters.partial_eval")
 _src_mlir: Any = importlib.import_module("jax._src.interpreters.mlir")
+_src_sharding: Any = importlib.import_module("jax._src.sharding_impls")
 _ad: Any = ad
 _batching: Any = batching
 
@@ -123,6 +124,21 @@ def lifted(fun: Fun) -> Fun:
             return fun(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def in_shards() -> Iterator[None]:
+    """A context for a function of shards, in which what is computed while JAX traces needs no devices.
+
+    Where a mesh is set, JAX lays such a value (of `jax.ensure_compile_time_eval`) out on it as if one could,
+    inside a `shard_map` over all axes, and then fails by an assertion. No public name unsets a mesh there.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.are_all_axes_manual:
+        yield
+        return
+    with _src_sharding._internal_use_concrete_mesh(Mesh(np.empty((), object), ())):
+        yield
 
 
 def with_casts_where_refused(call: Callable[[], list[Leaf]]) -> tuple[list[Leaf], bool]:

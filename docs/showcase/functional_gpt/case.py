@@ -21,7 +21,7 @@ ADAPTED = """
 `main.py`, which trains it, stands in the same file, cut into `start`, `batch` and `step`, without flags, logs
 and type checks. `ParamsDict` and `Adam` are written anew with the same interface, because they are those of
 another repository. Adam is a pytree here, so that `jax.jit` compiles it with the gradient. The text is that
-of scikit-learn's descriptions of its data sets; there are 2 layers with 4 heads of 8, and sequences of 32.
+of scikit-learn's descriptions of its data sets; there are 2 layers with 2 heads of 16, and sequences of 32.
 """
 CHANGES = """
 The loss returns the parameters beside its value, `sm.value_and_grad` takes the place of
@@ -38,6 +38,7 @@ MESHES = [{"data": 8}, {"data": 2}, {"data": 4, "model": 2}]
 CHECK: dict[str, Any] = {
     "meshes": [{"data": 2}, {"data": 4}],
     "steps": 2,
+    "gradients": False,
     "keep": ["args[2]"],
 }
 SHARDED = True
@@ -70,4 +71,4 @@ def mapped(program: Any) -> Any:
 
 
 def arguments(program: Any) -> Any:
-    return *program.start(), program.batch(0)
+    return *program.start(), program.batch(0)[:16]

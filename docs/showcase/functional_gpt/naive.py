@@ -301,8 +301,8 @@ rnd_key, cfg, params = transformer_init(
     len(itos),
     d_model=32,
     n_layers=2,
-    n_heads=4,
-    d_k=8,
+    n_heads=2,
+    d_k=16,
     d_ff=64,
     max_len=seq_len,
 )
