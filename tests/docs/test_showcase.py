@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-import statemesh as sm
 from statemesh.testing import assert_equivalent
 from tests.helpers import DOCS
 
@@ -39,7 +38,9 @@ def test_a_page_shows_what_was_measured(name: str) -> None:
     assert max(gone, come) <= MOST_LINES.get(name, 20)
     assert len(measured["meshes"]) == len(case.MESHES) >= 3
     assert len(measured["original"]) == case.STEPS
-    # The check names a line of the naive port.
+    # The naive port is off by more than any port, and the check names a line of it.
+    farthest = max(show.off(curve, measured["original"]) for curve in measured["meshes"].values())
+    assert farthest < 1e-4 < show.off(measured["naive"], measured["original"])
     assert "naive.py:" in measured["report"]
     original = (DOCS / "showcase" / name / "original.py").read_text()
     assert case.LICENCE in original and case.COMMIT[:7] in original
@@ -57,21 +58,20 @@ def test_there_are_eight_programs_from_six_projects() -> None:
 def test_a_port_gives_what_the_original_gives(name: str) -> None:
     case, steps = show.load(name, "case"), 3
     expected = show.run(case, show.load(name, "original"), steps)
+    port = show.load(name, "port")
     with jax.set_mesh(show.mesh_of(case.MESHES[0])):
-        got = show.run(case, show.load(name, "port"), steps)
-        naive = show.run(case, show.load(name, "naive"), steps)
+        got = show.run(case, port, steps)
+    assert len(set(expected)) == steps  # Each step changes what is measured.
     np.testing.assert_allclose(got, expected, rtol=1e-4)
-    # It is right in three steps because it is right, and not because three steps change nothing.
-    assert not np.allclose(naive, expected, rtol=1e-6)
 
 
+# The script checks them all. This one compiles in a few seconds.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", show.names())
+@pytest.mark.parametrize("name", ["haiku_mnist"])
 def test_the_check_holds_a_port_and_finds_the_naive_one(name: str) -> None:
     case = show.load(name, "case")
     short = {**case.CHECK, "meshes": case.CHECK["meshes"][:1], "steps": 1}
-    port = show.load(name, "port")
+    port, naive = show.load(name, "port"), show.load(name, "naive")
     assert_equivalent(case.mapped(port), case.arguments(port), **short)
-    naive = show.load(name, "naive")
-    with pytest.raises((AssertionError, sm.StatemeshError), match=r"naive\.py:\d+"):
+    with pytest.raises(AssertionError, match=r"naive\.py:\d+"):
         assert_equivalent(case.mapped(naive), case.arguments(naive), **short)
