@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import os
 import pathlib
 import re
@@ -95,6 +96,14 @@ def assert_same(a: Any, b: Any) -> None:
             np.testing.assert_array_equal(x, y)
         else:
             assert x is y
+
+
+def module_at(path: pathlib.Path) -> Any:
+    """A script of the documentation, imported under the name of its file."""
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_script(

@@ -10,7 +10,6 @@ import difflib
 import html
 import importlib.util
 import json
-import os
 import pathlib
 import statistics
 import sys
@@ -19,17 +18,12 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
-
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 import statemesh as sm
-from statemesh.testing import assert_equivalent
+from statemesh.testing import assert_equivalent, set_devices
 
 
 HERE = pathlib.Path(__file__).parent
@@ -51,14 +45,11 @@ def load(name: str, part: str) -> Any:
     return module
 
 
-def run(
-    case: Any, program: Any, steps: int, place: Callable[[Any], Any] | None = None
-) -> list[float]:
+def run(case: Any, program: Any, steps: int) -> list[float]:
     """What the case measures after each step."""
     carry, curve = case.start(program), []
     for k in range(steps):
-        batch = case.batch(program, k)
-        carry = case.step(program, carry, batch if place is None else place(batch))
+        carry = case.step(program, carry, case.batch(program, k))
         curve.append(float(case.measure(program, carry)))
     return curve
 
@@ -68,12 +59,17 @@ def mesh_of(sizes: dict[str, int], kind: AxisType = AxisType.Explicit) -> jax.sh
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
 
 
-def seconds(case: Any, program: Any, steps: int, place: Any = None) -> Iterator[float]:
+def label(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def seconds(
+    case: Any, program: Any, steps: int, place: Callable[[Any], Any] = lambda batch: batch
+) -> Iterator[float]:
     """How long each step takes, without what is measured; the first ones compile."""
     carry = case.start(program)
     for k in range(steps + 2):
-        batch = case.batch(program, k)
-        batch = batch if place is None else place(batch)
+        batch = place(case.batch(program, k))
         carry = jax.block_until_ready(carry)
         start = time.perf_counter()
         carry = jax.block_until_ready(case.step(program, carry, batch))
@@ -96,32 +92,22 @@ def ratio(case: Any, original: Any, port: Any, mesh: dict[str, int]) -> dict[str
             case.specs(batch, axis),
         )
 
-    count = case.TIMED
-    taken: dict[str, list[float]] = {"port": [], "sharded": [], "one device": []}
-    with jax.set_mesh(mesh_of(mesh)):
-        ported = seconds(case, port, count)
-        first = next(ported)
-        taken["port"].append(first)
-    runs = {
-        "sharded": seconds(case, original, count, place if case.SHARDED else None),
-        "one device": seconds(case, original, count),
-    }
-    for _ in range(count - 1):
+    ported = seconds(case, port, case.TIMED)
+    runs = {"one device": seconds(case, original, case.TIMED)}
+    if case.SHARDED:
+        runs["sharded"] = seconds(case, original, case.TIMED, place)
+    taken: dict[str, list[float]] = {name: [] for name in ("port", *runs)}
+    for _ in range(case.TIMED):
         with jax.set_mesh(mesh_of(mesh)):
             taken["port"].append(next(ported))
-        for name, each in runs.items():
-            taken[name].append(next(each))
-    medians = {name: statistics.median(each) for name, each in taken.items() if each}
-    if not case.SHARDED:
-        del medians["sharded"]
-    return medians
+        for name, times in runs.items():
+            taken[name].append(next(times))
+    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def diff(before: str, after: str) -> tuple[int, int]:
     """How many lines go, and how many come."""
-    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))[
-        2:
-    ]
+    _, _, *lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
     return sum(x.startswith("-") for x in lines), sum(x.startswith("+") for x in lines)
 
 
@@ -138,9 +124,8 @@ def measure(name: str) -> dict[str, Any]:
     figures: dict[str, Any] = {"jax": jax.__version__, "meshes": {}}
     figures["original"] = run(case, original, case.STEPS)
     for sizes in case.MESHES:
-        key = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         with jax.set_mesh(mesh_of(sizes)):
-            figures["meshes"][key] = run(case, port, case.STEPS)
+            figures["meshes"][label(sizes)] = run(case, port, case.STEPS)
     first = case.MESHES[0]
     with jax.set_mesh(mesh_of(first)):
         figures["naive"] = run(case, naive, case.STEPS)
@@ -189,7 +174,7 @@ def page(name: str, figures: dict[str, Any]) -> str:
     case = load(name, "case")
     gone, come = diff(code(name, "original"), code(name, "port"))
     naive_gone, naive_come = diff(code(name, "port"), code(name, "naive"))
-    first = ", ".join(f"{axis}={size}" for axis, size in case.MESHES[0].items())
+    first = label(case.MESHES[0])
     seconds = figures["seconds"]
     rows = [
         ("the original, on one device", figures["original"][-1], 0.0),
@@ -283,11 +268,10 @@ def index() -> str:
     for name in names():
         case, figures = load(name, "case"), json.loads((HERE / name / "figures.json").read_text())
         gone, come = diff(code(name, "original"), code(name, "port"))
-        farthest = max(off(curve, figures["original"]) for curve in figures["meshes"].values())
-        found = next((x for x in figures["report"].splitlines() if x), "").replace("|", "\\|")
+        first_line = figures["report"].splitlines()[0].replace("|", "\\|")
         rows.append(
-            f"| [{case.TITLE}](showcase/{name}.md) | {max(gone, come)} | {farthest:.0e} | "
-            f"{off(figures['naive'], figures['original']):.0e} | {found} |"
+            f"| [{case.TITLE}](showcase/{name}.md) | {max(gone, come)} | {farthest(figures):.0e} | "
+            f"{off(figures['naive'], figures['original']):.0e} | {first_line} |"
         )
     body = "\n".join(rows)
     return f"""# Programs of others
@@ -311,6 +295,11 @@ The programs and the script that measures them are in the folder `docs/showcase`
 
 def off(curve: Sequence[float], wanted: Sequence[float]) -> float:
     return float(np.max(np.abs(np.subtract(curve, wanted))) / np.max(np.abs(wanted)))
+
+
+def farthest(figures: dict[str, Any]) -> float:
+    """By how much the port is off on the worst of the meshes."""
+    return max(off(curve, figures["original"]) for curve in figures["meshes"].values())
 
 
 def panes(before: str, after: str, left: str, right: str) -> str:
@@ -375,6 +364,7 @@ def main() -> None:
     parser.add_argument("--pages", action="store_true", help="only write the pages")
     parser.add_argument("names", nargs="*", help="all if left out")
     options = parser.parse_args()
+    set_devices(8)
     PAGES.mkdir(exist_ok=True)
     for name in options.names or names():
         file = HERE / name / "figures.json"

@@ -129,8 +129,9 @@ def _references(
     """
     draws_of: dict[tuple[str, str], dict[tuple[Any, ...], None]] = {}
     for name, each in made.items():
-        for key in (key for cell in each for key in _keys(name, cell)):
-            draws_of.setdefault(key[:2], {})[key[2]] = None
+        for cell in each:
+            for _, column, each_drawn in _keys(name, cell):
+                draws_of.setdefault((name, column), {})[each_drawn] = None
     # A program for each column of a row. Each draw runs it three times.
     traced: list[_Program | Exception] = []
     most = max(map(len, draws_of.values()), default=0)
@@ -148,18 +149,19 @@ def _references(
     for program, outcome, ((name, column), draws) in zip(
         traced, _compiled(traced, done), draws_of.items(), strict=True
     ):
-        if isinstance(program, _Program):
-            reached.update(_primitives(program))
+        right.update(((name, column, each_drawn), None) for each_drawn in draws)
+        if isinstance(program, Exception):
+            continue
+        reached.update(_primitives(program))
+        if isinstance(outcome, Exception):
+            continue
+        eps = _roundoff(program.closed)
         for k, each_drawn in enumerate(draws):
-            key = name, column, each_drawn
-            right[key] = None
-            if isinstance(outcome, list) and isinstance(program, _Program):
-                exact, again, moved = outcome[3 * k : 3 * k + 3]
-                # `rng_uniform` gives other numbers at every call.
-                if any(np.any(_difference(a, b)) for a, b in zip(exact, again, strict=True)):
-                    continue
+            exact, again, moved = outcome[3 * k : 3 * k + 3]
+            # `rng_uniform` gives other numbers at every call.
+            if not any(np.any(_difference(a, b)) for a, b in zip(exact, again, strict=True)):
                 differ = [_difference(a, b) for a, b in zip(exact, moved, strict=True)]
-                right[key] = _Right(exact, differ, _roundoff(program.closed))
+                right[name, column, each_drawn] = _Right(exact, differ, eps)
     return right, reached
 
 

@@ -1,7 +1,5 @@
 """Programs of others run with `pmap2` in the place of `jax.pmap`."""
 
-import importlib.util
-import sys
 from typing import Any
 
 import jax
@@ -10,14 +8,10 @@ import numpy as np
 import pytest
 
 import statemesh as sm
-from tests.helpers import DOCS
+from tests.helpers import DOCS, module_at
 
 
-spec: Any = importlib.util.spec_from_file_location(
-    "leaving_pmap", DOCS / "leaving_pmap" / "programs.py"
-)
-programs = sys.modules["leaving_pmap"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(programs)
+programs = module_at(DOCS / "leaving_pmap" / "programs.py")
 
 PAGE = (DOCS / "pages" / "leaving-pmap.md").read_text()
 

@@ -1,24 +1,17 @@
 """Programs of others: their ports give what they give, and the pages show what was measured."""
 
-import importlib.util
 import json
-import os
-import sys
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 from statemesh.testing import assert_equivalent
-from tests.helpers import DOCS
+from tests.helpers import DOCS, module_at
 
 
-spec: Any = importlib.util.spec_from_file_location("showcase", DOCS / "showcase" / "show.py")
-show = sys.modules["showcase"] = importlib.util.module_from_spec(spec)
-with mock.patch.dict(os.environ):  # It asks for devices, which the tests have.
-    spec.loader.exec_module(show)
+show = module_at(DOCS / "showcase" / "show.py")
 
 # What a port changes or adds at most. PPO draws, normalizes and shuffles over all devices in six places.
 MOST_LINES = {"purejaxrl_ppo": 33}
@@ -39,8 +32,7 @@ def test_a_page_shows_what_was_measured(name: str) -> None:
     assert len(measured["meshes"]) == len(case.MESHES) >= 3
     assert len(measured["original"]) == case.STEPS
     # The naive port is off by more than any port, and the check names a line of it.
-    farthest = max(show.off(curve, measured["original"]) for curve in measured["meshes"].values())
-    assert farthest < 1e-4 < show.off(measured["naive"], measured["original"])
+    assert show.farthest(measured) < 1e-4 < show.off(measured["naive"], measured["original"])
     assert "naive.py:" in measured["report"]
     original = (DOCS / "showcase" / name / "original.py").read_text()
     assert case.LICENCE in original and case.COMMIT[:7] in original

@@ -11,7 +11,6 @@ measured on the transformer of the benchmarks too, with and without blocks in tu
 import argparse
 import functools
 import hashlib
-import importlib.util
 import json
 import pathlib
 import sys
@@ -28,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 
+from ..helpers import module_at
 from ..processes import free_port, run_together
 from .benchmarks.peers._case import Case, timed
 from .benchmarks.peers._training import with_statemesh
@@ -40,18 +40,9 @@ WITH_AND_WITHOUT = -1
 SPECS: dict[str, Any] = {"in_specs": (None, None, P("data")), "out_specs": P()}
 
 
-def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def digits(blocks: int | None) -> tuple[Any, Any, Any, Any]:
     """The model, its loss, the optimizer, and a function that gives the rows of each step."""
-    module = example("digits")
+    module = module_at(EXAMPLES / "digits.py")
     model = module.Classifier(jax.random.key(0))
     # Each block has statistics of its own: those of all rows would depend on what other shards run.
     axis_name = "data" if blocks is None else None
@@ -75,7 +66,7 @@ def digits(blocks: int | None) -> tuple[Any, Any, Any, Any]:
 
 
 def text(blocks: int | None) -> tuple[Any, Any, Any, Any]:
-    module = example("text")
+    module = module_at(EXAMPLES / "text.py")
     # All parameters are whole here, so that layers neither gather nor scatter.
     module.whole = lambda layer, dtype: eqx.combine(
         jax.tree.map(lambda x: x.astype(dtype), sm.trainable(layer)), layer

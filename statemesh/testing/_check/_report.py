@@ -30,9 +30,13 @@ MOST_RESULTS = 4
 
 def results(shown: Sequence[Mismatch]) -> list[str]:
     """Lines on the results that are off, the largest differences first."""
-    lines = [_result(mismatch) for mismatch in shown[:MOST_RESULTS]]
-    more = len(shown) - MOST_RESULTS
-    return [*lines, f"  and {more} more."] if more > 0 else lines
+    return _first([_result(mismatch) for mismatch in shown])
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    """The first of many lines, and how many more there are."""
+    more = len(lines) - MOST_RESULTS
+    return [*lines[:MOST_RESULTS], *([f"  and {more} more."] if more > 0 else [])]
 
 
 def _result(mismatch: Mismatch) -> str:
@@ -110,10 +114,8 @@ def _rounding(mismatch: Mismatch, allowed: float) -> str:
 def broken_promises(promises: Sequence[BrokenPromise]) -> list[str]:
     """Lines on results that are promised to be the same on several shards, and differ."""
     # The results of a call with its gradient are a part of what is traced.
-    lines = [promise.text.replace("(...).results", "(...)") for promise in promises[:MOST_RESULTS]]
-    if (more := len(promises) - MOST_RESULTS) > 0:
-        lines.append(f"  and {more} more.")
-    return [*lines, UNEVEN if promises[0].is_predicate else UNREDUCED]
+    lines = [promise.text.replace("(...).results", "(...)") for promise in promises]
+    return [*_first(lines), UNEVEN if promises[0].is_predicate else UNREDUCED]
 
 
 def unjudged(path: str) -> str:

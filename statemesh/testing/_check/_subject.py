@@ -76,7 +76,7 @@ class Subject:
         self.left_out = left_out(self.name, self.form, self.leave_out)
         selected = self._selection(first)
         self.constant = selected.constant
-        self.selected = selected if selected else Selection()
+        self.selected = selected or Selection()
         if self.selected:
             self._reference = self._function_as_reference(self.selected)
         by, results = (
