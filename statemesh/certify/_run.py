@@ -108,8 +108,8 @@ def run(
     return found, frozenset(reached)
 
 
-# By the text of a program what it gave.
-_Done = dict[str, list[Results] | Exception]
+# By the text of a program what it gave. Errors are not among them: a program of other types may raise none.
+_Done = dict[str, list[Results]]
 # The key of a reference: the row, the column and the operands.
 _Key = tuple[str, str, tuple[Any, ...]]
 
@@ -206,8 +206,6 @@ def _compiled(
     """
     outcomes: list[Any] = list(traced)
     texts = {k: _text(program) for k, program in enumerate(traced) if isinstance(program, _Program)}
-    first = {text: k for k, text in reversed(texts.items()) if text not in done}
-    programs = sorted(first.values())
 
     def run_together(at: Sequence[int]) -> None:
         # JAX waits for ever where the verifier of a module complains in another thread. It ends the process.
@@ -231,11 +229,19 @@ def _compiled(
         for k, results in zip(at, zip(*made, strict=True), strict=True):
             outcomes[k] = list(results)
 
-    for start in range(0, len(programs), _TOGETHER):
-        run_together(programs[start : start + _TOGETHER])
+    left = dict(texts)
+    while first := {text: k for k, text in reversed(left.items()) if text not in done}:
+        programs = sorted(first.values())
+        for start in range(0, len(programs), _TOGETHER):
+            run_together(programs[start : start + _TOGETHER])
+        done.update(
+            (text, outcomes[k])
+            for text, k in first.items()
+            if not isinstance(outcomes[k], Exception)
+        )
+        left = {k: text for k, text in left.items() if k not in programs}
     faulthandler.cancel_dump_traceback_later()
-    done.update((text, outcomes[k]) for text, k in first.items())
-    return [done[texts[k]] if k in texts else outcome for k, outcome in enumerate(outcomes)]
+    return [done.get(texts[k], x) if k in texts else x for k, x in enumerate(outcomes)]
 
 
 def _text(program: _Program) -> str:
@@ -330,8 +336,9 @@ def _off(made: Any, want: Any, moved: Any, eps: float) -> str:
         scale = np.max(np.abs(want), where=np.isfinite(want), initial=0)
         # What moves at all when the operands do may be rounded; integers and truths that do not are exact.
         allowed = min(1e4 * eps, 0.1) * scale + 1e-2 * np.nan_to_num(moved)
-        # Operands are about one: the square of their roundoff, as of a residual, is what rounding left.
-        allowed = np.maximum(allowed, 1e3 * eps**2)
+        # Operands are about one: the square of their roundoff, as of a residual, is what rounding left. Of
+        # the narrowest floats, in which it is no small number, nothing is.
+        allowed = np.maximum(allowed, 1e3 * eps**2 if eps < 2**-8 else 0)
         off = ~(differs <= allowed)
     if not np.any(off):
         return ""
