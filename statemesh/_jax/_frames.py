@@ -108,7 +108,11 @@ Frame: TypeAlias = tuple[str, int]
 
 def frames_of(eqn: compat.Equation) -> tuple[Frame, ...]:
     """The frames in which an equation was traced, the innermost first, without JAX's own."""
-    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
+    return frames_in(getattr(getattr(eqn, "source_info", None), "traceback", None))
+
+
+def frames_in(traceback: object) -> tuple[Frame, ...]:
+    """The frames of a traceback as JAX records it, the innermost first, without JAX's own."""
     frames = [(frame.file_name, frame.line_num) for frame in getattr(traceback, "frames", ())]
     return tuple(frame for frame in frames if not frame[0].startswith(compat.JAX_FOLDER))
 

@@ -16,6 +16,7 @@ import importlib
 import inspect
 import os
 import re
+import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,13 +33,15 @@ from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._base._errors import StatemeshError, error_listing
+from .._base._errors import StatemeshError, axes_argument, error_listing
 from .._base._libraries import OWN_FOLDER, is_library, shown
+from .._base._trees import describe
 from .._base._types import NO_AXES, Axes, AxisName, Fun, Leaf, PyTree, flat_names
 from . import _compat as compat
 from . import _jaxprs as jaxprs
 from ._compat import core, tree_util
 from ._dataflow import shard_map_recorded
+from ._frames import frames_in, user_line
 
 
 _src_core: Any = importlib.import_module("jax._src.core")
@@ -53,19 +56,24 @@ _src_sharding: Any = importlib.import_module("jax._src.sharding_impls")
 _ad: Any = ad
 _batching: Any = batching
 
+_JAXTYPING = os.path.dirname(jaxtyping.__file__) + os.sep
+# Our own frames, and those that check their annotations.
+_AROUND_BIND = (OWN_FOLDER, _JAXTYPING, "<")
 # Files of JAX, of Python and of ours: no line in them is the library's that the user calls.
 _NO_LIBRARIES = (
     OWN_FOLDER,
     compat.JAX_FOLDER,
     os.path.dirname(np.__file__) + os.sep,
     # Its checks of annotations stand around functions of the user's.
-    os.path.dirname(jaxtyping.__file__) + os.sep,
+    _JAXTYPING,
     sysconfig.get_paths()["stdlib"] + os.sep + "contextlib.py",
     sysconfig.get_paths()["stdlib"] + os.sep + "functools.py",
 )
 
 _MARK = compat.Lifted()
 _active: ContextVar[bool] = ContextVar("lifting", default=False)
+# The casts of recorded jaxprs whose operand varies already: where each was recorded, and the operand's shape.
+_needless: ContextVar[set[tuple[Any, tuple[int, ...]]]] = ContextVar("needless")
 _lock = threading.Lock()
 _count = 0
 
@@ -73,7 +81,7 @@ _count = 0
 _REFUSALS = re.compile(
     r"manual axis types do not match|varying manual axes|to='varying'|invariant->variant"
     r"|variant->invariant|manual axis type|cotangent type .*\{V:|called under jax.shard_map"
-    r"|can only accept axis_name which corresponds to"
+    r"|can only accept axis_name which corresponds to|^\(ShapedArray\(.*\{V:"
 )
 
 
@@ -102,13 +110,14 @@ def lifting() -> Iterator[None]:
         _count += 1
         if _count == 1:
             _wrappers.put_on()
-    mark = _active.set(True)
+    mark, casts = _active.set(True), _needless.set(set())
     try:
         # With a name bound JAX does not find again what it has traced without.
         with _src_core.extend_axis_env_nd([(_MARK, 1)]):
             yield
     finally:
         _active.reset(mark)
+        _needless.reset(casts)
         with _lock:
             _count -= 1
             if _count == 0:
@@ -426,11 +435,17 @@ def _bind(original: Any, primitive: Any, *operands: Any, **params: Any) -> Any:
         # In a jaxpr that was recorded with operands of other types they may vary already.
         axes = frozenset(params["axes"]) - _all_axes(operands)
         if not axes:
+            if _is_run_again():
+                _needless.get().update(map(_recorded_at, operands))
             return list(operands) if primitive.multiple_results else operands[0]
         params["axes"] = tuple(axis for axis in params["axes"] if axis in axes)
         # JAX would compute a cast of a constant at once inside `jax.ensure_compile_time_eval`, and cannot.
         with _src_config.eager_constant_folding(False):
             return original(primitive, *operands, **params)
+    elif name == "psum_invariant" and _needless.get() and _is_run_again():
+        is_transpose = "transpose" in str(source_info_util.current().name_stack)
+        if is_transpose and not _needless.get().isdisjoint(map(_recorded_at, operands)):
+            raise _summed_derivative(operands, params["axes"])
     try:
         return original(primitive, *operands, **params)
     except Exception as error:
@@ -442,6 +457,37 @@ def _bind(original: Any, primitive: Any, *operands: Any, **params: Any) -> Any:
     # Its rule for derivatives may make the same mistake when somebody takes one outside.
     _teach_to_lift(primitive)
     return original(primitive, *together, **params)
+
+
+def _is_run_again() -> bool:
+    """Whether the operation to bind is an equation of a jaxpr that was recorded before."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_AROUND_BIND):
+        frame = frame.f_back
+    return frame.f_code is _src_core.eval_jaxpr.__code__
+
+
+def _recorded_at(x: Leaf) -> tuple[Any, tuple[int, ...]]:
+    """Which operation of the user's is run again, and on what shape: alike for a cast and its transpose."""
+    traceback: Any = source_info_util.current().traceback
+    codes, offsets = traceback.raw_frames()
+    frames = zip(codes, offsets, strict=True)
+    own = [frame for frame in frames if not frame[0].co_filename.startswith(compat.JAX_FOLDER)]
+    return tuple(own), np.shape(x)
+
+
+def _summed_derivative(cotangents: Sequence[Leaf], axes: Sequence[AxisName]) -> StatemeshError:
+    """An error for the transpose of a cast that was recorded, and is none for the values that there are."""
+    line = user_line(frames_in(source_info_util.current().traceback))
+    over = axes_argument(axes)
+    return error_listing(
+        StatemeshError,
+        "a derivative would be summed over shards, because it was recorded (as by jax.make_jaxpr) for a "
+        "value that all shards share, and runs with values that differ between them",
+        [f"{line}: {describe(x)}, summed over {over!r}" for x in cotangents],
+        "Let the value vary where it is recorded, and where a loop starts from it: "
+        f"`x = jax.lax.pcast(x, {over!r}, to='varying')`.",
+    )
 
 
 def _together(operands: Sequence[Leaf]) -> list[Leaf]:

@@ -272,6 +272,40 @@ def test_what_cannot_be_lifted_names_the_line_and_what_to_write(monkeypatch: Any
         mapped(refused)(X)
 
 
+def recorded_for_zeros(derivative: Callable[..., Any], start: Any) -> Callable[..., Any]:
+    """A loop as some libraries run it: its body is recorded for zeros that all shards share."""
+
+    def fun(x: Any) -> Any:
+        body = jax.make_jaxpr(derivative)(jnp.float32(0), x[0])
+        again = lambda c, y: (jax.core.eval_jaxpr(body.jaxpr, body.consts, c, y)[0], None)
+        return lax.scan(again, start(), x)[0][None]
+
+    return fun
+
+
+def varying_zero() -> Any:
+    return lax.pcast(jnp.float32(0), "x", to="varying")
+
+
+def test_a_derivative_that_was_recorded_for_what_shards_share_is_not_summed_in_silence() -> None:
+    decayed = lambda v, y: v + y * jax.grad(lambda v: v * v + v * y)(v)
+    with pytest.raises(
+        sm.StatemeshError,
+        match=r"it was recorded \(as by jax.make_jaxpr\) for a value that all shards share.*\n"
+        r".*test_lifting.py:\d+: float32\[\], summed over 'x'\n.*`x = jax.lax.pcast\(x, 'x', to=",
+    ):
+        mapped(recorded_for_zeros(decayed, lambda: jnp.float32(0)))(X)
+
+    def by_one_copy(v: Any, y: Any) -> Any:
+        gradient: Any = jax.grad(lambda w: w * y * v)
+        return v + y * gradient(jnp.float32(2))
+
+    # The derivative by what is one copy is a sum over shards, beside a value on its line that is none.
+    total = mapped(recorded_for_zeros(by_one_copy, lambda: 1 + varying_zero()))(X / 8)
+    plainly: Any = lambda x: lax.scan(lambda c, y: (by_one_copy(c, y), None), 1 + varying_zero(), x)[0]
+    np.testing.assert_allclose(total, mapped(lambda x: plainly(x)[None])(X / 8), rtol=1e-6)
+
+
 NESTED: dict[str, Callable[..., Any]] = {
     "vmap": lambda f: lambda x: jax.vmap(f)(x.reshape(2, -1)).reshape(-1),
     "checkpoint": jax.checkpoint,
