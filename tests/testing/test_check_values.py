@@ -441,6 +441,26 @@ def test_a_branch_that_no_call_takes_is_warned_of() -> None:
         check(branches, X)
 
 
+def test_a_choice_whose_condition_a_derivative_computes_apart() -> None:
+    def doubled_four_times(x: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            a, b, step = carry
+            b = jnp.where(step > 3, b, 2 * lax.stop_gradient(b))
+            return (a * b, b, step + 1), None
+
+        return lax.scan(body, (x, x, jnp.int32(0)), None, length=6)[0][0]
+
+    checked = assert_equivalent(
+        doubled_four_times,
+        (X / 8,),
+        meshes=[{"x": 2}],
+        in_specs=P("x"),
+        out_specs=P("x"),
+        gradients=True,
+    )
+    assert checked.differentiated
+
+
 def small_norm(x: Any) -> Any:
     total, norm = lax.psum(x.sum(), "x"), lax.psum(jnp.abs(x).sum(), "x")
     return {

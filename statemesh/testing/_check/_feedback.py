@@ -368,12 +368,12 @@ def _named(
         a, b = _part_at(arguments, argument, "args"), _part_at(returned, whole, "result")
         if a.loose != b.loose:
             raise sm.StructureError(
-                f"feed_back: {returned.path(b)} cannot become {arguments.path(a)}, because structures or "
+                f"fed_back: {returned.path(b)} cannot become {arguments.path(a)}, because structures or "
                 f"shapes differ: {_what(b)}, and the argument is {_what(a)}."
             )
         if not (arguments.is_free(a) and returned.is_free(b)):
             raise sm.StructureError(
-                f"feed_back: {returned.path(b)} becomes {arguments.path(a)}, and one of the two is in "
+                f"fed_back: {returned.path(b)} becomes {arguments.path(a)}, and one of the two is in "
                 "another pair already. Name each part once."
             )
         arguments.use(a)
@@ -391,7 +391,7 @@ def _part_at(side: _Side, path: str, what: str) -> Subtree:
     near = ", ".join(difflib.get_close_matches(path, known, 4, 0.0))
     owner = "the arguments have" if what == "args" else "the result has"
     raise sm.StructureError(
-        f"feed_back: {owner} no arrays at {path}, but at {len(known)} other "
+        f"fed_back: {owner} no arrays at {path}, but at {len(known)} other "
         f"{errors.plural('path', len(known))}{near and f', such as {near}'}."
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from .._types import AnyLeaf
 from ._jaxprs import Equation, Jaxpr, all_equations, is_literal
@@ -76,7 +77,7 @@ def choices(jaxpr: Jaxpr) -> Iterator[Choice]:
         limited = _limited(eqn, name)
         if limited is not None:
             yield Choice(eqn, _LIMIT, limited)
-        elif name in ("cond", "select_n", "_where"):
+        elif name in ("cond", "select_n", "_where") and _has_condition(eqn):
             count = 2 if name == "_where" else len(eqn.params.get("branches", eqn.invars[1:]))
             of_several = [f"its branch {k} was never taken" for k in range(count)]
             yield Choice(eqn, _CONDITION if count == 2 else of_several)
@@ -99,6 +100,14 @@ def _name(eqn: Equation) -> str:
     """The name of the operation, or of the function of JAX that is called."""
     is_call = eqn.primitive.name in ("jit", "pjit")
     return str(eqn.params.get("name")) if is_call else eqn.primitive.name
+
+
+def _has_condition(eqn: Equation) -> bool:
+    """Whether its first operand is what chooses; derivatives may have moved it into the function called."""
+    atoms: list[Any] = list(eqn.invars[:1])
+    return any(
+        atom.aval.dtype == bool or np.issubdtype(atom.aval.dtype, np.integer) for atom in atoms
+    )
 
 
 def _limited(eqn: Equation, name: str) -> int | None:
