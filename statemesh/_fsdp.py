@@ -38,6 +38,7 @@ from ._base._types import (
     PyTree,
     SeveralAxes,
     SpecTree,
+    Tree,
     Value,
 )
 from ._call._mesh_and_specs import broadcast_specs, check_mesh
@@ -82,13 +83,13 @@ def axes_of(spec: SpecTree, ndim: int) -> list[tuple[AxisName, ...]]:
 
 @without_own_frames
 def fsdp(
-    model: PyTree,
+    model: Tree,
     mesh: AnyMesh,
     axis_name: SeveralAxes,
     *,
     min_size: int = 1024,
     first_axis: int = 0,
-) -> Any:
+) -> Tree:
     """The model with its parameters split over a data axis (fully sharded data parallelism).
 
     Each device holds `1/n` of the parameters, and so of their gradients and of an optimizer's slots.
@@ -104,7 +105,8 @@ def fsdp(
         `ParamState`, and every array of floats outside any State.
     - `mesh`: the mesh of the calls.
     - `axis_name`: the mesh axis over which the rows of a batch are split, or a tuple of several, major to
-        minor. Several split one axis of a parameter together.
+        minor. Several split one axis of a parameter together. `None` leaves all arrays whole, where the rest
+        of the program stays as it is.
     - `min_size`: arrays with fewer elements stay whole.
     - `first_axis`: the first axis that may be split: 1 for layers that are stacked for a scan.
 
@@ -131,7 +133,7 @@ def fsdp(
     Source: the third stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     check_mesh("fsdp", mesh)
-    axis_names = required_names("fsdp", axis_name)
+    axis_names = () if axis_name is None else required_names("fsdp", axis_name)
     if unknown := [name for name in axis_names if name not in mesh.shape]:
         raise SpecError(
             f"fsdp: no axis is called {quoted(unknown)}; the axes of {mesh_str(mesh)} are "
@@ -186,7 +188,7 @@ def fsdp(
 
 
 @without_own_frames
-def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
+def gather(tree: Tree, axis_name: SeveralAxes) -> Tree:
     """The tree with the parameters whole that `fsdp` split over mesh axes.
 
     It stands inside a mapped call: for the whole model, or in each layer for its own parameters, also inside
@@ -258,7 +260,7 @@ def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
 
 
 @without_own_frames
-def scatter(whole: PyTree, model: PyTree) -> Any:
+def scatter(whole: PyTree, model: Tree) -> Tree:
     """A gathered model with all of its parameters as they were before `gather`.
 
     It is for models whose layers write states: what the layers return has whole parameters, and what the

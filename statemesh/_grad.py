@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,7 @@ from ._base._types import (
     Result,
     SeveralAxes,
     Size,
+    Tree,
 )
 from ._call._arguments import inside_modules
 from ._call._lanes import Lanes
@@ -222,7 +224,6 @@ def value_and_grad(
     name = fun_name(fun)
     loss_fun = LossFunction(fun, has_aux, name)
 
-    @without_own_frames
     def value_and_grads(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0], split_as)
         scope = Scope(name, axis_name, reduce == "mean", blocks, parts)
@@ -235,8 +236,9 @@ def value_and_grad(
         aux, model = evaluated.result
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
 
-    value_and_grads.__name__ = value_and_grads.__qualname__ = f"value_and_grad_of_{name}"
-    return cast(Fun, value_and_grads)
+    options = {"wrt": wrt, "axis_name": axis_name, "reduce": reduce, "has_aux": has_aux}
+    options |= {"microbatches": microbatches, "blocks": blocks, "split_as": split_as}
+    return Made(value_and_grads, value_and_grad, fun, options)
 
 
 def grad(
@@ -269,24 +271,48 @@ def grad(
 
         ```
     """
-    both = value_and_grad(
-        fun,
-        wrt=wrt,
-        axis_name=axis_name,
-        reduce=reduce,
-        has_aux=has_aux,
-        microbatches=microbatches,
-        blocks=blocks,
-        split_as=split_as,
-    )
+    options: dict[str, Any] = {"wrt": wrt, "axis_name": axis_name, "reduce": reduce}
+    options |= {"has_aux": has_aux, "microbatches": microbatches, "blocks": blocks}
+    options |= {"split_as": split_as}
+    both = value_and_grad(fun, **options)
 
-    @without_own_frames
     def grads_of(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         (value, model), grads = both(model, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads, model
 
-    grads_of.__name__ = grads_of.__qualname__ = f"grad_of_{fun_name(fun)}"
-    return cast(Fun, grads_of)
+    return Made(grads_of, grad, fun, options)
+
+
+class Made:
+    """A function that is made of another one, and that pickles as what makes it.
+
+    **Arguments:**
+
+    - `run`: the function.
+    - `make`, `fun`, `options`: `make(fun, **options)` makes it.
+    """
+
+    def __init__(self, run: Fun, make: Fun, fun: Fun, options: dict[str, Any]) -> None:
+        self.__wrapped__ = run
+        self.__name__ = self.__qualname__ = f"{make.__name__}_of_{fun_name(fun)}"
+        self._made = make, fun, options
+
+    @without_own_frames
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return self.__wrapped__(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> tuple[Fun, tuple[PyTree, ...]]:
+        return _made, self._made
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}>"
+
+
+def _made(make: Fun, fun: Fun, options: dict[str, Any]) -> Fun:
+    return make(fun, **options)
 
 
 def _mesh_of(values: Iterable[Leaf]) -> PyTree:
@@ -301,7 +327,7 @@ def _mesh_of(values: Iterable[Leaf]) -> PyTree:
     return nullcontext() if mesh is None else compat.in_mesh(mesh, traced=False)
 
 
-def trainable(model: PyTree, wrt: Filter = None, *, split_as: PyTree = None) -> PyTree:
+def trainable(model: Tree, wrt: Filter = None, *, split_as: PyTree = None) -> Tree:
     """The part of a model that `value_and_grad` differentiates, in the structure of its `grads`.
 
     It is what an optimizer is initialised with. Its states keep their kinds and specs, and so do those in

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._base import _errors as errors
 from .._base._checks import check_flag, is_masked
 from .._base._trees import path_str
-from .._base._types import Array, AxisName, PyTree, SeveralAxes, flat_names
+from .._base._types import Array, AxisName, Gathered, PyTree, SeveralAxes, Tree, flat_names
 from . import _mesh_and_lanes as mesh_and_lanes
 from ._mesh_and_lanes import (
     all_varying,
@@ -72,7 +72,7 @@ def axis_size(axis_name: AxisName) -> int:
     return math.prod(map(jax.lax.axis_size, _names("axis_size", axis_name)))
 
 
-def psum(x: PyTree, axis_name: AxisName) -> PyTree:
+def psum(x: Tree, axis_name: AxisName) -> Tree:
     """The sum over an axis of every array of a tree; outside any mapped call that of one shard.
 
     Its value and its gradient are those of `jax.lax.psum`.
@@ -101,7 +101,7 @@ def psum(x: PyTree, axis_name: AxisName) -> PyTree:
     return _over(_unmasked("psum", x), _names("psum", axis_name), jax.lax.psum, total)
 
 
-def pmean(x: PyTree, axis_name: AxisName) -> PyTree:
+def pmean(x: Tree, axis_name: AxisName) -> Tree:
     """The mean over an axis of every array of a tree; outside any mapped call that of one shard.
 
     Its value and its gradient are those of `jax.lax.pmean`; arguments and errors are those of `psum`.
@@ -122,7 +122,7 @@ def pmean(x: PyTree, axis_name: AxisName) -> PyTree:
     return _over(_unmasked("pmean", x), _names("pmean", axis_name), jax.lax.pmean, _mean)
 
 
-def pmax(x: PyTree, axis_name: AxisName) -> PyTree:
+def pmax(x: Tree, axis_name: AxisName) -> Tree:
     """The largest over an axis of every array of a tree: NaN if there is one, on any device.
 
     Arguments and errors are those of `psum`.
@@ -141,7 +141,7 @@ def pmax(x: PyTree, axis_name: AxisName) -> PyTree:
     return _extreme(_unmasked("pmax", x), _names("pmax", axis_name), mesh_and_lanes.pmax)
 
 
-def pmin(x: PyTree, axis_name: AxisName) -> PyTree:
+def pmin(x: Tree, axis_name: AxisName) -> Tree:
     """The smallest over an axis of every array of a tree: NaN if there is one, on any device.
 
     Arguments and errors are those of `psum`.
@@ -160,7 +160,9 @@ def pmin(x: PyTree, axis_name: AxisName) -> PyTree:
     return _extreme(_unmasked("pmin", x), _names("pmin", axis_name), mesh_and_lanes.pmin)
 
 
-def all_gather(x: PyTree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> PyTree:
+def all_gather(
+    x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to: Gathered = "varying"
+) -> Tree:
     """The values of all shards, in their order; outside any mapped call those of one shard.
 
     Its value and its gradient are those of `jax.lax.all_gather`.
@@ -171,8 +173,10 @@ def all_gather(x: PyTree, axis_name: AxisName, *, axis: int = 0, tiled: bool = F
     - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
     - `axis`: where in each array the shards go.
     - `tiled`: whether they are joined along that axis. Left out, the axis is a new one.
+    - `to`: `'varying'`, or `'invarying'` for a result of which JAX knows that it is the same on all shards,
+        so that it may leave as one copy.
 
-    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call, or another `to`.
 
     !!! example
 
@@ -191,10 +195,12 @@ def all_gather(x: PyTree, axis_name: AxisName, *, axis: int = 0, tiled: bool = F
     if isinstance(axis, bool) or not isinstance(axis, Integral):
         expected = "an int: the position of the new axis, as in axis=0"
         raise errors.invalid_argument("all_gather", "axis", axis, expected)
+    if to not in ("varying", "invarying"):
+        raise errors.unknown_choice("all_gather: to", to, ("varying", "invarying"))
     x = _unmasked("all_gather", x)
     names = _names("all_gather", axis_name)
-    one_by_one = partial(_gathered, axis=axis, tiled=tiled)
-    at_once = partial(jax.lax.all_gather, axis=axis, tiled=tiled)
+    one_by_one = partial(_gathered, axis=axis, tiled=tiled, to=to)
+    at_once = partial(jax.lax.all_gather, axis=axis, tiled=tiled, to=to)
     # JAX cannot gather over lanes and anything else at once.
     several = len(names) > 1 and meshes_and_lanes(names)[1]
     return _over(x, names, one_by_one if several else at_once, one_by_one)
@@ -219,7 +225,7 @@ def _names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
     return bound_names(what, axis_name)
 
 
-def _unmasked(what: str, x: PyTree) -> PyTree:
+def _unmasked(what: str, x: Tree) -> Tree:
     flat, _ = jax.tree_util.tree_flatten_with_path(x)
     if bad := [(path_str(keys, "x"), leaf) for keys, leaf in flat if is_masked(leaf)]:
         raise errors.masked(f"the argument x of {what}", bad)
@@ -259,11 +265,11 @@ def _extreme(x: PyTree, names: tuple[AxisName, ...], over: Callable[..., list[Ar
     return jax.tree.map(lambda x: over([all_varying(x, names)], names)[0], x) if names else x
 
 
-def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool) -> PyTree:
+def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool, to: Gathered) -> PyTree:
     def gathered(x: PyTree) -> PyTree:
         shape = x.shape
         for name in reversed(names):
-            x = _stacked(x, name)
+            x = _stacked(x, name, to)
         whole = x.reshape(-1, *shape)
         if not tiled:
             return jnp.moveaxis(whole, 0, axis)
@@ -272,9 +278,9 @@ def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool) -> P
     return jax.tree.map(gathered, x)
 
 
-def _stacked(x: PyTree, name: AxisName) -> PyTree:
+def _stacked(x: PyTree, name: AxisName, to: Gathered) -> PyTree:
     """The arrays of all shards, or lanes, of one axis, stacked."""
     if not lanes_in_checked_map((name,)):
-        return jax.lax.all_gather(all_varying(x, [name]), name)
+        return jax.lax.all_gather(all_varying(x, [name]), name, to=to)
     room = jnp.zeros((jax.lax.axis_size(name), *x.shape), x.dtype)
     return total(room.at[index_along([name])].set(x), (name,))

@@ -13,7 +13,7 @@ import numpy as np
 from . import _errors as errors
 from ._errors import StatemeshError, quoted, typed_str
 from ._trees import fun_name
-from ._types import NUMBERS, AxisName, AxisNames, Leaf, Size, flat_names, is_axis_name
+from ._types import NUMBERS, AxisName, AxisNames, Fun, Leaf, Size, flat_names, is_axis_name
 
 
 def is_masked(x: object) -> bool:
@@ -74,6 +74,19 @@ def check_function(transform: str, fun: object) -> None:
                 "is still to run. JAX traces a function once, from its arguments to its results: write "
                 "`def` without `async`, and `return` the values without `yield`."
             )
+
+
+def takes(fun: Fun, count: int) -> bool:
+    """Whether a function can be called with so many positional arguments, as far as Python can tell."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def positions(what: str, argument: str, value: object) -> tuple[int, ...]:

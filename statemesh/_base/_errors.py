@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ._trees import describe
+from ._trees import Bare, describe
 from ._types import AxisName
 
 
@@ -145,6 +145,19 @@ def spec_str(spec: object) -> str:
         named = [f"{key}={set(names)!r}" for key, names in marked.items() if names]
         return f"P({', '.join([*map(repr, spec.partitions), *named])})"
     return repr(spec)
+
+
+def specs_str(specs: Any) -> str:
+    """A tree of specs, or filters with their specs or axes, as the user would type it."""
+    if isinstance(specs, Mapping) and not all(isinstance(key, str) for key in specs):
+        each = (f"{filter_str(key)}: {specs_str(spec)}" for key, spec in specs.items())
+        return f"{{{', '.join(each)}}}"
+    is_spec = lambda node: isinstance(node, PartitionSpec | type)
+    as_typed = lambda spec: Bare(
+        spec_str(spec) if isinstance(spec, PartitionSpec) else filter_str(spec)
+    )
+    text = repr(jax.tree.map(as_typed, specs, is_leaf=is_spec))
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def filter_str(filter: object) -> str:

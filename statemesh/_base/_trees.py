@@ -139,11 +139,11 @@ def describe(value: PyTree) -> str:
     leaves, treedef = jax.tree_util.tree_flatten(value)
     if jax.tree_util.treedef_is_leaf(treedef) and leaves:
         return describe_leaf(leaves[0])
-    shown = jax.tree_util.tree_unflatten(treedef, [_Bare(describe_leaf(x)) for x in leaves])
+    shown = jax.tree_util.tree_unflatten(treedef, [Bare(describe_leaf(x)) for x in leaves])
     return shown._one_line() if isinstance(shown, StateNode) else repr(shown)
 
 
-class _Bare:
+class Bare:
     """A string that prints without quotes."""
 
     def __init__(self, text: str) -> None:

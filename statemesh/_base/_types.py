@@ -25,7 +25,6 @@ Leaf: TypeAlias = Any
 """A leaf of a tree: an array, or any object that JAX does not take apart."""
 ShapedArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 """A JAX or NumPy array, traced or not, or one of which only the shape and dtype are known."""
-Reduce: TypeAlias = str | Callable[..., PyTree] | None
 Filter: TypeAlias = Any
 if TYPE_CHECKING:
     # With defaults, which `typing` has from Python 3.13 on.
@@ -34,11 +33,15 @@ if TYPE_CHECKING:
     Params = ParamSpec("Params", default=...)
     Result = TypeVar("Result", default=Any, covariant=True)
     Value = TypeVar("Value", default=Any, covariant=True)
+    Tree = TypeVar("Tree")
+    """A tree that comes back with its type."""
     Fun: TypeAlias = Callable[..., PyTree]
     FunOf: TypeAlias = Callable[Params, Result]
     AnyMesh: TypeAlias = Mesh | AbstractMesh
+    Reduce: TypeAlias = Literal["mean", "sum", "max", "min"] | Callable[..., PyTree] | None
     Donate: TypeAlias = Literal["none", "states", "all"]
     ReduceLoss: TypeAlias = Literal["mean", "sum"]
+    Gathered: TypeAlias = Literal["varying", "invarying"]
     Size: TypeAlias = int
     LaneName: TypeAlias = Hashable
     DeviceList: TypeAlias = Sequence[jax.Device]
@@ -57,6 +60,7 @@ else:
     Params = ParamSpec("Params")
     Result = TypeVar("Result", covariant=True)
     Value = TypeVar("Value", covariant=True)
+    Tree = TypeVar("Tree")
 
     class FunOf:
         """The type of a function, with its parameters in brackets. Only type checkers read them."""
@@ -65,7 +69,7 @@ else:
             return Any
 
     # We check these arguments by hand: users get our messages, not those of a run-time type checker.
-    Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
+    Fun = AnyMesh = Reduce = Donate = ReduceLoss = Gathered = Size = LaneName = DeviceList = Any
     Positions = AxisNames = SeveralAxes = Text = Name = Tags = Class = Keywords = Dtype = Any
 SpecTree: TypeAlias = PyTree
 AxisTree: TypeAlias = PyTree

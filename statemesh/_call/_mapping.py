@@ -267,7 +267,8 @@ class StatefulMapping(Generic[Params, Result]):
         return StatefulMapping(declared, None, self._bound)
 
     def __repr__(self) -> str:
-        return f"<statemesh mapping of {self.__qualname__}>"
+        typed = ", ".join([self.__qualname__, *self._declared.rules.as_typed()])
+        return f"{self._declared.transform}({typed})"
 
 
 if TYPE_CHECKING:

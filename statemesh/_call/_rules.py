@@ -18,6 +18,7 @@ from .._base._errors import (
     StatemeshError,
     axes_argument,
     error_listing,
+    filter_str,
     first_items,
     listed,
     mesh_str,
@@ -25,6 +26,7 @@ from .._base._errors import (
     policy_name,
     quoted,
     spec_str,
+    specs_str,
 )
 from .._base._specs import PerShard, Placement, SpecPlacement, is_spec, restricted
 from .._base._trees import describe, is_state, path_str
@@ -195,6 +197,17 @@ class SpecRules:
     def key(self) -> Hashable:
         """What the program of a call depends on besides its arguments' structure, types and static leaves."""
         return self.mesh, self.names, tuple(tree_util.tree_leaves(self.inferred))
+
+    def as_typed(self) -> list[str]:
+        """What the author declared, as messages show it."""
+        typed = [] if self.mesh is None else [mesh_str(self.mesh)]
+        if self.in_specs is not compat.INFER:
+            typed.append(f"in_specs={specs_str(self.in_specs)}")
+        typed.append(f"out_specs={specs_str(self.out_specs)}")
+        for name in ("state_in_specs", "state_out_specs"):
+            if (specs := getattr(self, name)) is not None:
+                typed.append(f"{name}={specs_str(specs)}")
+        return typed
 
     def __reduce__(self) -> tuple[PyTree, ...]:
         return by_fields(self)
@@ -574,6 +587,17 @@ class AxisRules:
     @property
     def by_shape(self) -> bool:
         return self.looks_ahead or self.carrier.has_mesh
+
+    def as_typed(self) -> list[str]:
+        """What the author declared, as messages show it."""
+        typed = [f"in_axes={specs_str(self.in_axes)}", f"out_axes={specs_str(self.out_axes)}"]
+        if self.axis_name not in (UNNAMED, UNNAMED_DEVICES):
+            typed.append(f"axis_name={self.axis_name!r}")
+        for name, pairs in (("state_in_axes", self.state_in), ("state_out_axes", self.state_out)):
+            if pairs:
+                entries = (f"{axis}: {filter_str(filter)}" for filter, axis in pairs)
+                typed.append(f"{name}={{{', '.join(entries)}}}")
+        return typed
 
     def check(self) -> None:
         if self.unexpected not in POLICIES:

@@ -1,14 +1,16 @@
 """Filters, which pick states: small frozen values that compare and hash by their arguments."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeAlias
 
 import jax
 from jax.tree_util import keystr
 
+from .._base._checks import takes
 from .._base._errors import StructureError, error_listing, filter_str, invalid_argument
-from .._base._trees import describe, is_state, path_str, unpacked
+from .._base._trees import describe, fun_name, is_state, path_str, unpacked
 from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, PyTree
 
 
@@ -368,6 +370,12 @@ def _named(filter: Filter) -> Predicate:
     if isinstance(filter, list | tuple):
         return Any(*filter)
     if callable(filter):
+        if not takes(filter, 2):
+            raise TypeError(
+                f"the filter {fun_name(filter)}{inspect.signature(filter)} cannot be called with a path and "
+                "a state. Write a function `(path, state) -> bool`, as in "
+                "`lambda path, state: state.value.ndim == 2`."
+            )
         return filter
     raise TypeError(
         f"{filter!r} is not a filter. Use a type, a tag (string), `...`, None, a function `(path, state) -> "

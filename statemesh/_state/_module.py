@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
@@ -37,6 +37,15 @@ class Module(eqx.Module):
 
         ```
     """
+
+    # Hidden from type checkers, which would take it for leave to assign any attribute.
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: PyTree) -> None:
+            try:
+                super().__setattr__(name, value)
+            except dataclasses.FrozenInstanceError:
+                raise _not_assigned(self, name) from None
 
     def replace(self: M, **fields: PyTree) -> M:
         """A copy with some fields changed.
@@ -102,6 +111,20 @@ class Module(eqx.Module):
                 "takes. Add the argument to the signature of the `init_state` that needs it."
             )
         return new
+
+
+def _not_assigned(module: Module, name: str) -> dataclasses.FrozenInstanceError:
+    kind, known = type(module).__name__, [f.name for f in dataclasses.fields(module)]
+    if name in known:
+        return dataclasses.FrozenInstanceError(
+            f"{kind} is immutable; cannot assign to `{name}`. Write `new = self.replace({name}=...)`, and "
+            "return the new module."
+        )
+    fields = f"has the fields {quoted(known)}" if known else "has no fields"
+    return dataclasses.FrozenInstanceError(
+        f"{kind} {fields}; cannot assign to `{name}`. Declare it in the class, as in `{name}: sm.State`, and "
+        "assign it in `__init__`; later, `self.replace` makes a changed copy."
+    )
 
 
 class _Level:

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec
 
 from .._axes._mesh_and_lanes import call_policy
 from .._base import _errors as errors
-from .._base._checks import check_text, is_key
+from .._base._checks import check_text, is_key, takes
 from .._base._checks import tags as as_tags
 from .._base._errors import SpecError, StatemeshError, StructureError, quoted, spec_str
 from .._base._specs import is_spec
-from .._base._trees import StateNode, describe_leaf, is_state
+from .._base._trees import StateNode, describe_leaf, fun_name, is_state
 from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text, Value
 from .._jax import _compat as compat
 from .._jax._compat import tree_util
@@ -25,9 +25,12 @@ from ._values import REDUCTIONS, Meta, Write, arrays, check_reducible, conform, 
 
 
 class NoArray:
-    """Refuses the operations of arrays with an error that says what to write instead."""
+    """Refuses what only arrays have, with an error that says what to write instead."""
 
     __slots__ = ()
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()) - set(_ATTRIBUTES))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, jax.Array | np.ndarray | np.generic | int | float | complex):
@@ -83,6 +86,25 @@ def _refusing(what: str) -> PyTree:
 for _name, _sign in _REFUSED.items():
     for _method in (f"__{_name}__", f"__r{_name}__"):
         setattr(NoArray, _method, _refusing(_sign))
+
+
+# Properties, and no `__getattr__`, which Python would also run where an unset slot is read, in each call.
+_ATTRIBUTES = [name for name in dir(jax.Array) if not name.startswith("_")]
+
+
+def _absent(name: str) -> property:
+    def refuse(self: NoArray) -> PyTree:
+        raise AttributeError(
+            f"a {type(self).__name__} holds an array and is not one itself: write `state.value.{name}`.",
+            name=name,
+            obj=self,
+        )
+
+    return property(refuse)
+
+
+for _name in _ATTRIBUTES:
+    setattr(NoArray, _name, _absent(_name))
 
 
 class Shown(StateNode):
@@ -469,6 +491,12 @@ def _checked_meta(cls: type[State], name: Text, tag: Tags, spec: SpecTree, reduc
         raise StatemeshError(
             f"reduce={reduce!r} is not a write policy. Use None, {quoted(REDUCTIONS)}, or a function `(old, "
             "new, axis_names) -> value`."
+        )
+    if callable(reduce) and not takes(reduce, 3):
+        raise StatemeshError(
+            f"reduce={fun_name(reduce)}{inspect.signature(reduce)} cannot be called with the old value, the "
+            "new value and the names of the axes. Write a function `(old, new, axis_names) -> value`, as in "
+            "`lambda old, new, axis_names: jax.lax.pmean(new, axis_names)`."
         )
     for leaf in jax.tree_util.tree_leaves(spec, is_leaf=is_spec):
         if not is_spec(leaf):

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from .._base._types import PyTree, Size
+from .._base._types import PyTree, Size, Tree
 from . import _files as files
 from ._files import CheckpointError
 from ._save_and_load import contents, load
@@ -26,8 +26,8 @@ C = TypeVar("C", bound="Checkpoints")
 class Checkpoints:
     """A folder with checkpoints of several steps, which are written in the background.
 
-    Leaving a `with` waits until all is written. Each step is a folder as `save` makes one. Only `save` writes
-    and deletes: so another process can look at the folder while it is being written.
+    Leaving a `with`, or `close`, waits until all is written. Each step is a folder as `save` makes one. Only
+    `save` writes and deletes: so another process can look at the folder while it is being written.
 
     **Arguments:**
 
@@ -98,13 +98,13 @@ class Checkpoints:
 
     def load(
         self,
-        like: PyTree,
+        like: Tree,
         step: Size | None = None,
         mesh: Mesh | None = None,
         *,
         rename: Mapping[str, str | None] | None = None,
         missing: str = "error",
-    ) -> PyTree:
+    ) -> Tree:
         """Load a step.
 
         **Arguments:**
@@ -153,6 +153,18 @@ class Checkpoints:
             with files.writing("the last step"):
                 self._writer.wait()
 
+    def close(self) -> None:
+        """Wait until what was saved is written, and end the threads that write. `save` may start them again.
+
+        **Raises:** `CheckpointError` if it cannot be written.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
     def __enter__(self: C) -> C:
         return self
 
@@ -162,12 +174,7 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            self.wait()
-        finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+        self.close()
 
 
 class _Writer:
@@ -227,8 +234,11 @@ def _whole_number(number: object) -> int | None:
 def _step(call: str, step: object) -> int:
     number = _whole_number(step)
     if number is None or number < 0:
+        meant = (
+            " Give the mesh by its name: `load(like, mesh=mesh)`." if isinstance(step, Mesh) else ""
+        )
         raise CheckpointError(
             f"Checkpoints.{call}: step is {step!r} of type {type(step).__name__}, but must be a whole number "
-            "that is not negative."
+            f"that is not negative.{meant}"
         )
     return number

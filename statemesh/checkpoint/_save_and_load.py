@@ -19,7 +19,7 @@ from .._base._checks import is_key, is_shaped
 from .._base._errors import StructureError, error_listing
 from .._base._specs import SpecPlacement, only
 from .._base._trees import describe_leaf, is_packed, is_state, path_str, unpacked
-from .._base._types import NUMBERS, Leaf, PyTree
+from .._base._types import NUMBERS, Leaf, PyTree, Tree
 from .._call._agreement import check_same_arrays, is_own
 from .._call._arguments import inside_modules
 from .._call._layout import check_concrete, onto, shardings
@@ -103,12 +103,12 @@ def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
 
 def load(
     folder: str | os.PathLike[str],
-    like: PyTree,
+    like: Tree,
     mesh: Mesh | None = None,
     *,
     rename: Mapping[str, str | None] | None = None,
     missing: str = "error",
-) -> PyTree:
+) -> Tree:
     """Load what `save` saved, on any mesh.
 
     Structure, static leaves and placements come from `like`, the values from the files. A state lies by its

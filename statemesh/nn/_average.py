@@ -97,6 +97,11 @@ class Average(Module):
         running = known_same({"weight": whole, "mean": mean}, names)
         return running["mean"], self.replace(running=running)
 
+    @property
+    def mean(self) -> PyTree:
+        """The mean of all values so far; 0 while nothing counts."""
+        return self.running.value["mean"]
+
     def reset(self) -> "Average":
         """The layer as it was made, with nothing in it."""
         return self.replace(running=jax.tree.map(jnp.zeros_like, self.running.value))

@@ -18,6 +18,7 @@ from tests.helpers import make_mesh
 LANES, SHARDS = 3, 4
 DATA = np.sin(np.arange(LANES * SHARDS * 2, dtype=np.float32)).reshape(LANES, -1)
 COLUMNS = P(None, "x")
+ROWS = np.arange(8, dtype=np.float32)
 
 # Ours, and what it is on all shards' values, stacked along a first axis.
 OURS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
@@ -34,6 +35,7 @@ OURS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
         lambda x, name: sm.all_gather(x, name, tiled=True),
         lambda x: x.reshape(-1, *x.shape[2:]),
     ),
+    "one copy": (lambda x, name: sm.all_gather(x, name, to="invarying"), lambda x: x),
 }
 
 
@@ -67,6 +69,19 @@ def test_over_a_mesh(check_vma: bool) -> None:
         for shard_result in np.asarray(results[name]):
             np.testing.assert_allclose(shard_result, on_all(jnp.asarray(x)[:, None]), rtol=1e-5)
     np.testing.assert_array_equal(index, np.arange(8))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_is_gathered_leaves_as_one_copy(check_vma: bool) -> None:
+    def shard(x: jax.Array) -> Any:
+        gathered = sm.all_gather(x, "x", tiled=True, to="invarying")
+        lanes: Any = jax.vmap(lambda x: sm.all_gather(x, ("b", "x"), to="invarying"), axis_name="b")
+        return gathered, lanes(x)[:1]
+
+    call = sm.shard_map(shard, make_mesh("4"), P("x"), P(), check_vma=check_vma)
+    whole, lanes = call(ROWS)
+    np.testing.assert_array_equal(whole, ROWS)
+    np.testing.assert_array_equal(lanes[0], ROWS.reshape(4, 2).T.ravel())
 
 
 def over_mesh(fun: Callable[..., Any], out: Any = COLUMNS) -> Any:

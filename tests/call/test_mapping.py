@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import statemesh as sm
@@ -43,6 +44,26 @@ def test_it_has_what_the_function_has(mapped: Any) -> None:
     assert not hasattr(jitted, "unsharded")
     assert callable(mapped.lower)
     assert "lower" not in vars(jitted)
+
+
+def test_it_shows_the_mesh_and_the_specs() -> None:
+    specs = {sm.ParamState: P(), "counter": sm.PerShard("x")}
+    shown = {
+        sm.shard_map(scaled, make_mesh(), (P("x"), {"a": P()}), P("x"), state_in_specs=specs): (
+            "shard_map(scaled, Mesh(x=8), in_specs=(P('x'), {'a': P()}), out_specs=P('x'), "
+            "state_in_specs={ParamState: P(), 'counter': PerShard('x')})"
+        ),
+        sm.vmap2(scaled, in_axes=(0, None), axis_name="rows", state_in_axes=sm.BatchState): (
+            "vmap2(scaled, in_axes=(0, None), out_axes=0, axis_name='rows', "
+            "state_in_axes={0: BatchState})"
+        ),
+        sm.pmap2(scaled): "pmap2(scaled, in_axes=0, out_axes=0)",
+    }
+    for mapped, text in shown.items():
+        assert repr(mapped) == text
+    many = repr(sm.shard_map(scaled, out_specs=[P()] * 100))
+    assert many.startswith("shard_map(scaled, out_specs=[P(), P(), ") and many.endswith("...)")
+    assert len(many) < 200
 
 
 def test_it_can_wrap_and_be_wrapped() -> None:

@@ -106,6 +106,19 @@ def test_a_mapped_function_of_no_module_by_value() -> None:
             assert deepcopy(fun) is fun
 
 
+def loss_fn(w: sm.ParamState, x: Any) -> Any:
+    return (w.value * x).sum(), w
+
+
+def test_what_takes_gradients_is_pickled_as_what_it_was_made_of() -> None:
+    args = sm.ParamState(2.0), X
+    for made in (sm.value_and_grad(loss_fn, wrt=sm.ParamState), sm.grad(loss_fn)):
+        again = pickle.loads(pickle.dumps(made))
+        assert again is not made and repr(again) == repr(made)
+        for x, y in zip(*(jax.tree.leaves(f(*args)) for f in (again, made)), strict=True):
+            assert x.tolist() == y.tolist()
+
+
 def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = [cloudpickle.dumps(mapped(jax.devices())[k][0]) for k in (0, 3)]
     few = jax.devices()[:6]

@@ -175,7 +175,7 @@ def layouts(folder: pathlib.Path) -> None:
         _, net = train(first, mesh, 0)
         checkpoint.save(folder / name, net)
     for source in SOURCES:
-        like = packed if source == "packed" else make()
+        like: Any = packed if source == "packed" else make()
         net = checkpoint.load(folder / source, like, mesh)
         masks, net = train(net, mesh, STEPS)
         checkpoint.save(folder / f"after {source}", net)

@@ -84,7 +84,7 @@ def test_numbers_and_static_leaves(tmp_path: pathlib.Path) -> None:
         "numpy": np.arange(3.0),
     }
     checkpoint.save(tmp_path / "a", tree)
-    like = tree | {"epoch": 0, "loss": 0.0, "done": False, "z": 0j}
+    like: dict[str, Any] = tree | {"epoch": 0, "loss": 0.0, "done": False, "z": 0j}
     like |= {"model": Rate(0.2, sm.State(0)), "name": "b"}
     back = checkpoint.load(tmp_path / "a", like)
     # Numbers in a Module are static, as everywhere.

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import statemesh as sm
-from statemesh import legacy
+from statemesh import checkpoint, legacy
 
 
 def step(x: jax.Array, count: sm.BatchState, scale: float = 1.0) -> tuple[jax.Array, sm.BatchState]:
@@ -99,6 +99,19 @@ def check_gradients(layer: Layer, x: jax.Array) -> None:
     assert_type(sm.grad(loss)(layer, x), tuple[Any, Any])
     step(layer)  # type: ignore[call-arg]
     sm.grad(loss)(x, layer)  # type: ignore[arg-type]
+
+
+def check_what_comes_back_as_it_was(layer: Layer, x: jax.Array, mesh: Mesh) -> None:
+    assert_type(sm.pmean(x, "x"), jax.Array)
+    assert_type(sm.psum({"a": x}, ("x", "y")), dict[str, jax.Array])
+    assert_type(sm.all_gather(x, "x", tiled=True, to="invarying"), jax.Array)
+    assert_type(sm.gather(sm.fsdp(layer, mesh, "x"), "x"), Layer)
+    assert_type(sm.scatter(layer, layer), Layer)
+    assert_type(sm.trainable(layer), Layer)
+    assert_type(checkpoint.load("folder", layer), Layer)
+    assert_type(checkpoint.Checkpoints("folder").load(layer, mesh=mesh), Layer)
+    sm.all_gather(x, "x", to="reduced")  # type: ignore[arg-type]
+    sm.State(0.0, reduce="avg")  # type: ignore[arg-type]
 
 
 class Tally(sm.State[Any]):

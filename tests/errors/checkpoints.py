@@ -365,6 +365,9 @@ MISTAKES: Mistakes = {
     "loading no step": each(
         lambda step: in_a_folder(lambda folder: Checkpoints(folder / "a").load(0, step)), *STEPS
     ),
+    "mesh in the place of a step": lambda: in_a_folder(
+        lambda folder: Checkpoints(folder / "a").load(0, make_mesh())
+    ),
     "keeping no steps": each(
         lambda keep: in_a_folder(lambda folder: Checkpoints(folder / "a", keep)), 0, True
     ),

@@ -258,8 +258,8 @@ WITHOUT = (
     "Explanation Explanation.to_dict Explanation.draw testing.Checked testing.Located testing.Place",
     "State.enter State.leave State.reshard RandomState.enter RandomState.leave RandomState.reshard",
     # No arguments, and `equinox.field`.
-    "filters.Everything filters.Nothing checkpoint.Checkpoints.wait nn.Average.reset nn.GRUCell.reset",
-    "nn.KVCache.reset nn.KVCache.init_state field",
+    "filters.Everything filters.Nothing checkpoint.Checkpoints.close checkpoint.Checkpoints.wait",
+    "nn.Average.reset nn.GRUCell.reset nn.KVCache.reset nn.KVCache.init_state field",
 )
 
 NAMES = (("zz", THING), "a name: outside of a mapped call any is right")
@@ -301,6 +301,7 @@ ACCEPTED: dict[str, tuple[tuple[Any, ...], str]] = {
         )
         for name in ("psum", "pmean", "pmax", "pmin", "all_gather", "axis_index", "axis_size")
     },
+    "fsdp.axis_name": ((None,), "no axis, so that all parameters stay whole"),
     "testing.meshes.axis_names": (("zz", ["zz"]), "names"),
     "testing.given_meshes.axis_names": (("zz", ["zz"]), "names"),
     # Filters.

@@ -108,6 +108,23 @@ MISTAKES: Mistakes = {
     "mean of an integer": lambda: sm.State({"n": 0, "mean": 0.0}, reduce="mean"),
     "sum of a boolean": lambda: sm.State(0).replace(value=True, reduce="sum"),
     "assigning to a state": lambda: setattr(sm.BatchState(0.0), "value", 1.0),
+    "attribute of an array": [
+        lambda: untyped.BatchState(0.0).shape,
+        lambda: untyped.RandomState(KEY).at[0],
+    ],
+    "assigning to a module": [
+        lambda: setattr(net(), "mean", 1.0),
+        lambda: setattr(net(), "cache", 1.0),
+        lambda: setattr(Unmade(), "mean", 1.0),
+    ],
+    "policy of two arguments": lambda: sm.State(0.0, reduce=lambda old, new: new),
+    "filter of one argument": each(
+        lambda use: use(lambda state: True),
+        lambda filter: sm.states(net(), filter),
+        lambda filter: sm.filters.Not(filter),
+        lambda filter: sm.vmap2(net, state_in_axes=filter),
+        lambda filter: sm.value_and_grad(net, wrt=filter),
+    ),
     "another shape or dtype written": [
         lambda: sm.BatchState({"mean": jnp.zeros(3), "n": jnp.int32(0)}, name="stats").set(
             {"mean": jnp.zeros(4), "n": jnp.float32(0)}

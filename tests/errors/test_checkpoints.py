@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_a_path_is_renamed_with_all_below_it(tmp_path: pathlib.Path) -> None:
     back = checkpoint.load(tmp_path / "a", layers(4, 8, 8, 2), rename=rename, missing="keep")
     assert [state.value.shape for state in sm.states(back).values()] == [(4, 8), (8, 8), (8, 2)]
     checkpoint.save(tmp_path / "b", {"net": {"a": jnp.int32(1), "b": [jnp.int32(2)]}, "net2": 0})
-    like = {"body": {"a": jnp.int32(0), "b": [jnp.int32(0)]}, "net2": 1}
+    like: Any = {"body": {"a": jnp.int32(0), "b": [jnp.int32(0)]}, "net2": 1}
     back = checkpoint.load(tmp_path / "b", like, rename={"['net']": "['body']"})
     assert (int(back["body"]["a"]), int(back["body"]["b"][0]), back["net2"]) == (1, 2, 0)
 

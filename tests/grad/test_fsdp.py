@@ -165,7 +165,7 @@ def scanned_loss(stack: Stack, x: Any, y: Any) -> Any:
 @both_kinds
 def test_layer_by_layer_in_a_scan_with_remat(check_vma: bool, kind: AxisType) -> None:
     mesh, step = make_mesh("4", kind), step_of(scanned_loss)
-    stack = sm.fsdp(Stack(8), mesh, "x", min_size=4, first_axis=1)
+    stack: Any = sm.fsdp(Stack(8), mesh, "x", min_size=4, first_axis=1)
     assert (stack.w.spec, stack.linear.bias.spec) == (P(None, "x", None), P(None, "x"))
     mapped = sm.shard_map(step, mesh, SPECS, P(), check_vma=check_vma)
     check(trained(mapped, stack), trained(jax.jit(step), Stack(8)))
@@ -241,6 +241,15 @@ def test_which_axis_is_split() -> None:
     shapes = eqx.filter_eval_shape(mixed)
     abstract = jax.sharding.AbstractMesh((4,), ("x",))
     assert sm.fsdp(shapes, abstract, "x", min_size=4)["up"].weight.spec == P("x", None)
+
+
+def test_without_an_axis_the_same_program_runs_on_whole_parameters() -> None:
+    mesh, step = make_mesh("4"), step_of(loss_fn)
+    model = sm.fsdp(mixed(), mesh, None, min_size=4)
+    mapped = sm.shard_map(step, mesh, SPECS, P())
+    check(trained(mapped, model, 1), trained(jax.jit(step), mixed(), 1))
+    explained = mapped.explain(model, OPTIMIZER.init(sm.trainable(model)), ROWS, WANTED)
+    assert {collective.operation for collective in explained.collectives} == {"psum"}
 
 
 def test_outside_any_mapped_call_values_are_whole() -> None:

@@ -136,7 +136,7 @@ def test_training_gets_somewhere() -> None:
 
 def test_it_is_the_model_with_none_elsewhere() -> None:
     net = make_net()
-    part = sm.trainable(net)
+    part: Any = sm.trainable(net)
     assert part.w.value is net.w.value and part.bias is net.bias
     assert part.mean is part.steps is part.rng is part.table is part.act is part.rate is None
     # Of a state with integers the floats; NumPy's arrays are arrays.

@@ -57,6 +57,13 @@ def test_the_average_is_that_of_all_rows_that_count(name: str) -> None:
     assert layer.running.value["weight"] == len(kept)
 
 
+def test_the_mean_so_far_is_read_without_adding_to_it() -> None:
+    average = sm.nn.Average({"loss": 0.0})
+    assert average.mean["loss"] == 0
+    mean, average = average({"loss": 3.0}, weight=2)
+    assert average.mean["loss"] == mean["loss"] == 3
+
+
 def test_weights() -> None:
     # Without, all values count the same.
     layer = sm.nn.Average(0.0)
