@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from tests.helpers import DOCS
+from tests.helpers import DOCS, run_script
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("precision")]
@@ -83,3 +84,23 @@ def test_text_agrees_on_another_mesh_and_fails_when_it_has_not_learned(
     # The example finds nothing else.
     problem = r"held-out loss \S+ is not below \S+, of counting pairs"
     assert re.fullmatch(problem, str(ended.value.code))
+
+
+def machines(folder: Path, count: int) -> tuple[str, list[float]]:
+    """What the example prints on so many machines, and its losses."""
+    script = DOCS / "examples" / "machines.py"
+    done = run_script(script, str(folder), "--machines", str(count), folder=folder.parent)
+    assert done.returncode == 0, done.stderr
+    (losses,) = re.findall(r"^losses (.*)$", done.stdout, re.MULTILINE)
+    return done.stdout, [float(loss) for loss in losses.split()]
+
+
+def test_machines_go_on_where_fewer_stopped_as_one_does(tmp_path: Path) -> None:
+    two, first = machines(tmp_path / "several", 2)
+    assert "psum over ('machine',): 5312 bytes" in two
+    assert "steps 0 to 20 on 2 machines of 4 devices" in two
+    four, second = machines(tmp_path / "several", 4)
+    assert "steps 20 to 40 on 4 machines of 2 devices" in four
+    alone = [loss for _ in range(2) for loss in machines(tmp_path / "one", 1)[1]]
+    np.testing.assert_allclose(first + second, alone, rtol=1e-2, atol=1e-4)
+    assert min(alone[-5:]) < alone[0] / 10

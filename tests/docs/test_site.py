@@ -126,6 +126,74 @@ def test_the_search_has_the_words_of_errors(site: pathlib.Path) -> None:
         assert any(searched_for in title for title in titles)
 
 
+# What readers type, and the page that they look for.
+QUERIES = {
+    "any-library": ("pcast", "check_vma", "while_loop", "diffrax"),
+    "api": ("RetracedWarning", "global_norm", "hypothesis", "legacy.shard_map"),
+    "checkpoints": ("orbax", "another mesh"),
+    "coming-from-equinox": ("filter_vmap", "eqx.Module"),
+    "coming-from-flax": ("StateAxes", "tensor parallel", "nnx.Rngs"),
+    "errors-calls": ("is not a filter",),
+    "faq-states": ("PRNGKey",),
+    "fsdp": ("first_axis", "min_size"),
+    "glossary": (
+        *(
+            "DDP",
+            "DistributedDataParallel",
+            "SyncBN",
+            "gradient accumulation",
+            "ZeRO",
+            "MoE",
+            "KV cache",
+        ),
+        *(
+            "inference_mode",
+            "resume",
+            "multi-host",
+            "GSPMD",
+            "remat",
+            "recompilation",
+            "out of memory",
+        ),
+        *("LSTM", "Megatron", "pvary", "gradient clipping", "split_rngs"),
+    ),
+    "layers": ("batchnorm", "dropout", "equinox.nn.inference_mode"),
+    "leaving-pmap": ("jax.pmap", "replicate"),
+    "microbatches": ("memory",),
+    "randomness": ("fold_in",),
+    "recipes": ("mixed precision", "bfloat16"),
+    "recipes-models": ("ring attention", "ensemble"),
+    "several-machines": ("slurm", "distributed.initialize", "kubernetes"),
+    "specs-and-filters": ("set_mesh",),
+}
+
+
+@pytest.mark.slow
+def test_the_search_leads_to_the_page(site: pathlib.Path) -> None:
+    """A section is found that has all words of the query at the beginnings of its own."""
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    separator = re.compile(index["config"]["separator"])
+
+    def split(text: str) -> list[str]:
+        bare = html.unescape(re.sub(r"<[^>]*>", " ", text))
+        return [word for word in separator.split(bare.lower()) if word]
+
+    found: dict[str, list[set[str]]] = {}
+    for section in index["docs"]:
+        page = section["location"].split(".html")[0]
+        found.setdefault(page, []).append({*split(section["title"]), *split(section["text"])})
+    missed = [
+        f"{query}: {page}"
+        for page, queries in QUERIES.items()
+        for query in queries
+        if not any(
+            all(any(word.startswith(part) for word in words) for part in split(query))
+            for words in found[page]
+        )
+    ]
+    assert sum(map(len, QUERIES.values())) >= 40 and missed == []
+
+
 # Shows each page, without its scripts, in frames of both widths, and writes down which are wider than these.
 PROBE = """
 <body><script>

@@ -302,7 +302,9 @@ def test_a_derivative_that_was_recorded_for_what_shards_share_is_not_summed_in_s
 
     # The derivative by what is one copy is a sum over shards, beside a value on its line that is none.
     total = mapped(recorded_for_zeros(by_one_copy, lambda: 1 + varying_zero()))(X / 8)
-    plainly: Any = lambda x: lax.scan(lambda c, y: (by_one_copy(c, y), None), 1 + varying_zero(), x)[0]
+    plainly: Any = lambda x: lax.scan(
+        lambda c, y: (by_one_copy(c, y), None), 1 + varying_zero(), x
+    )[0]
     np.testing.assert_allclose(total, mapped(lambda x: plainly(x)[None])(X / 8), rtol=1e-6)
 
 
