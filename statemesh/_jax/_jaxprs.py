@@ -582,12 +582,14 @@ def run_anew(
         ((body, of_body),) = others
         carried = len(given) - params["cond_nconsts"]
         closed, of_body = given[:-carried], of_body[:-carried]
-        after = jax.lax.while_loop(
-            lambda carry: runs(jaxpr)(*closed, *carry)[0],
-            lambda carry: tuple(runs(body)(*of_body, *carry)),
-            tuple(given[-carried:]),
-        )
-        return list(after)
+        holds = lambda carry: runs(jaxpr)(*closed, *carry)[0]
+        step_of = lambda carry: tuple(runs(body)(*of_body, *carry))
+        if jaxpr.out_avals[0].shape:
+            # A `vmap` has given each lane a condition: where it no longer holds the carry stays.
+            in_lanes, of_all = holds, step_of
+            holds = lambda carry: jnp.any(in_lanes(carry))
+            step_of = lambda carry: _chosen(in_lanes(carry), of_all(carry), carry)
+        return list(jax.lax.while_loop(holds, step_of, tuple(given[-carried:])))
     if "num_consts" in params:
         consts, carries = params["num_consts"], params["num_carry"]
     else:
@@ -602,6 +604,12 @@ def run_anew(
     how = {key: params[key] for key in ("length", "reverse", "unroll")}
     after, stacked = jax.lax.scan(step, init, scanned, **how)
     return [*after, *stacked]
+
+
+def _chosen(lanes: Array, some: Sequence[Array], others: Sequence[Array]) -> tuple[Array, ...]:
+    """Arrays with the lanes of `some` that are chosen, and else those of `others`."""
+    over = lambda x: jax.lax.broadcast_in_dim(lanes, x.shape, range(lanes.ndim))
+    return tuple(jax.lax.select(over(x), x, y) for x, y in zip(some, others, strict=True))
 
 
 def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:

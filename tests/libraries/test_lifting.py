@@ -283,6 +283,17 @@ def recorded_for_zeros(derivative: Callable[..., Any], start: Any) -> Callable[.
     return fun
 
 
+def test_a_loop_of_lanes_that_was_recorded_for_other_types() -> None:
+    def halvings(y: Any) -> Any:
+        return lax.while_loop(lambda c: c[0] > 1, lambda c: (c[0] / 2, c[1] + 1), (y, 0))[1]
+
+    def fun(x: Any) -> Any:
+        recorded = jax.make_jaxpr(jax.vmap(halvings))(jnp.zeros(4))
+        return jax.core.eval_jaxpr(recorded.jaxpr, recorded.consts, x)[0] + 0 * refused(x)
+
+    np.testing.assert_array_equal(mapped(fun)(X), [0, 0, 1, 2, 2, 3, 3, 3])
+
+
 def varying_zero() -> Any:
     return lax.pcast(jnp.float32(0), "x", to="varying")
 
