@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -71,6 +72,19 @@ def test_what_needs_no_warning() -> None:
     assert check(read, {**model, "rng": sm.RandomState(KEY), "key": KEY}, X) == []
     # The first call changes it.
     assert check(written, sm.State(0.0), X) == []
+
+
+def test_a_key_that_stays_beside_a_count_that_goes_on_needs_none() -> None:
+    def noisy(rngs: Any, x: Any) -> Any:
+        rows = jax.random.normal(rngs.noise(), (4,))
+        return x + rows.reshape(-1, *x.shape)[sm.axis_index("x")], rngs
+
+    def deaf(rngs: Any, x: Any) -> Any:
+        key = rngs.noise.key.get_value()
+        return x + jax.random.normal(key, ()), rngs
+
+    assert check(noisy, nnx.Rngs(noise=0), X) == []
+    assert check(deaf, nnx.Rngs(noise=0), X) == [draws_the_same("args[0].noise.key")]
 
 
 # What needs one
