@@ -15,12 +15,12 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import statemesh as sm
 from statemesh.testing import assert_equivalent, set_devices
@@ -64,12 +64,21 @@ def label(sizes: dict[str, int]) -> str:
 
 
 def seconds(
-    case: Any, program: Any, steps: int, place: Callable[[Any], Any] = lambda batch: batch
+    case: Any, program: Any, steps: int, mesh: jax.sharding.Mesh | None = None
 ) -> Iterator[float]:
-    """How long each step takes, without what is measured; the first ones compile."""
+    """How long each step takes, without what is measured; the first ones compile.
+
+    **Arguments:**
+
+    - `mesh`: over which each batch is split, and what a step carries to the next one if there is no batch.
+    """
     carry = case.start(program)
+    if mesh is not None and hasattr(case, "carried"):
+        carry = placed(carry, case.carried(program, mesh.axis_names[0]), mesh)
     for k in range(steps + 2):
-        batch = place(case.batch(program, k))
+        batch = case.batch(program, k)
+        if mesh is not None:
+            batch = placed(batch, case.specs(batch, mesh.axis_names[0]), mesh)
         carry = jax.block_until_ready(carry)
         start = time.perf_counter()
         carry = jax.block_until_ready(case.step(program, carry, batch))
@@ -77,25 +86,24 @@ def seconds(
             yield time.perf_counter() - start
 
 
+def placed(tree: Any, specs: Any, mesh: jax.sharding.Mesh) -> Any:
+    """A tree on a mesh by a prefix tree of specs."""
+    is_spec = lambda node: isinstance(node, PartitionSpec)
+    put = lambda spec, part: jax.device_put(part, NamedSharding(mesh, spec))
+    return jax.tree.map(put, specs, tree, is_leaf=is_spec)
+
+
 def ratio(case: Any, original: Any, port: Any, mesh: dict[str, int]) -> dict[str, float]:
     """Seconds of a step of the port and of the original, both on a mesh, and of the original on one device.
 
-    The original runs under `jax.jit` with its batch split over the mesh by shardings. Steps are interleaved.
+    The original runs under `jax.jit` with its batch, or its chains, split over the mesh by shardings. Steps
+    are interleaved.
     """
-    auto = mesh_of(mesh, AxisType.Auto)
-    axis = next(iter(mesh))
-
-    def place(batch: Any) -> Any:
-        return jax.tree.map(
-            lambda x, spec: jax.device_put(x, NamedSharding(auto, spec)),
-            batch,
-            case.specs(batch, axis),
-        )
-
     ported = seconds(case, port, case.TIMED)
-    runs = {"one device": seconds(case, original, case.TIMED)}
-    if case.SHARDED:
-        runs["sharded"] = seconds(case, original, case.TIMED, place)
+    runs = {
+        "one device": seconds(case, original, case.TIMED),
+        "sharded": seconds(case, original, case.TIMED, mesh_of(mesh, AxisType.Auto)),
+    }
     taken: dict[str, list[float]] = {name: [] for name in ("port", *runs)}
     for _ in range(case.TIMED):
         with jax.set_mesh(mesh_of(mesh)):
@@ -190,12 +198,9 @@ def page(name: str, figures: dict[str, Any]) -> str:
     ]
     table = "\n".join(f"| {what} | {last:.6g} | {far:.1e} |" for what, last, far in rows)
     relative = (
-        f"{seconds['port'] / seconds['one device']:.2f} times as long as the original on one device"
+        f"{seconds['port'] / seconds['sharded']:.2f} times as long as the original\nunder `jax.jit` with "
+        f"shardings, and {seconds['port'] / seconds['one device']:.2f} times as long as on one device"
     )
-    if "sharded" in seconds:
-        by_shardings = f"{seconds['port'] / seconds['sharded']:.2f} times as long as"
-        sharded = "the original\nunder `jax.jit` with its batch split by shardings"
-        relative = f"{by_shardings} {sharded}, and {relative}"
     sent = {}
     for operation, cause, times in figures["collectives"]:
         sent[operation, cause] = sent.get((operation, cause), 0) + times

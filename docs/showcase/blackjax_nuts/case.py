@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 
 TITLE = "BlackJAX: chains of NUTS"
@@ -31,7 +32,6 @@ MEASURE = "Spread of the chains"
 STEPS, TIMED = 30, 12
 MESHES = [{"data": 8}, {"data": 2}, {"data": 4, "model": 2}]
 CHECK: dict[str, Any] = {"meshes": [{"data": 2}, {"data": 4}], "steps": 1}
-SHARDED = False
 
 
 def start(program: Any) -> Any:
@@ -53,6 +53,10 @@ def measure(program: Any, carry: Any) -> float:
 
 def specs(batch: Any, axis: str) -> Any:
     return ()
+
+
+def carried(program: Any, axis: str) -> Any:
+    return P(), P(axis)
 
 
 def mapped(program: Any) -> Any:

@@ -41,7 +41,6 @@ CHECK: dict[str, Any] = {
     "gradients": False,
     "keep": ["args[2]"],
 }
-SHARDED = True
 
 
 def start(program: Any) -> Any:

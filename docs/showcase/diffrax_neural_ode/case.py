@@ -32,7 +32,6 @@ MEASURE = "Loss"
 STEPS, TIMED = 60, 20
 MESHES = [{"data": 8}, {"data": 2}, {"data": 4, "model": 2}]
 CHECK: dict[str, Any] = {"meshes": [{"data": 2}, {"data": 4}], "steps": 2, "keep": ["args[0]"]}
-SHARDED = True
 
 
 def start(program: Any) -> Any:

@@ -40,7 +40,6 @@ CHECK: dict[str, Any] = {
     "gradients": False,
     "keep": ["args[4]['label']"],
 }
-SHARDED = True
 
 
 def start(program: Any) -> Any:

@@ -38,7 +38,6 @@ CHECK: dict[str, Any] = {
     "steps": 2,
     "keep": ["args[1].label"],
 }
-SHARDED = True
 
 
 def start(program: Any) -> Any:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 
 TITLE = "PureJaxRL: PPO"
@@ -36,7 +37,6 @@ MEASURE = "Mean reward"
 STEPS, TIMED = 40, 12
 MESHES = [{"data": 8}, {"data": 2}, {"data": 4, "model": 2}]
 CHECK: dict[str, Any] = {"meshes": [{"data": 2}, {"data": 4}], "steps": 2, "gradients": False}
-SHARDED = False
 
 
 def start(program: Any) -> Any:
@@ -57,6 +57,12 @@ def measure(program: Any, carry: Any) -> float:
 
 def specs(batch: Any, axis: str) -> Any:
     return ()
+
+
+def carried(program: Any, axis: str) -> Any:
+    envs = program.NormalizeVecObsEnvState(P(axis), P(axis), P(), P(axis))
+    envs = program.NormalizeVecRewEnvState(P(), P(), P(), P(axis), envs)
+    return (P(), envs, P(axis), P()), None
 
 
 def mapped(program: Any) -> Any:

@@ -15,12 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def own(x):
-    """Of rows for all devices those of this one."""
     return x.reshape(sm.axis_size("data"), -1, *x.shape[1:])[sm.axis_index("data")]
-
-
-def mean(x):
-    return sm.pmean(x.mean(0), "data")
 
 
 @struct.dataclass
@@ -220,8 +215,8 @@ class NormalizeVecObservation(GymnaxWrapper):
             key, state.env_state, action, params
         )
 
-        batch_mean = mean(obs)
-        batch_var = mean(jnp.square(obs - batch_mean))
+        batch_mean = sm.pmean(jnp.mean(obs, axis=0), "data")
+        batch_var = sm.pmean(jnp.mean((obs - batch_mean) ** 2, axis=0), "data")
         batch_count = obs.shape[0] * sm.axis_size("data")
 
         delta = batch_mean - state.mean
@@ -281,8 +276,8 @@ class NormalizeVecReward(GymnaxWrapper):
         )
         return_val = state.return_val * self.gamma * (1 - done) + reward
 
-        batch_mean = mean(return_val)
-        batch_var = mean(jnp.square(return_val - batch_mean))
+        batch_mean = sm.pmean(jnp.mean(return_val, axis=0), "data")
+        batch_var = sm.pmean(jnp.mean((return_val - batch_mean) ** 2, axis=0), "data")
         batch_count = obs.shape[0] * sm.axis_size("data")
 
         delta = batch_mean - state.mean
@@ -413,10 +408,9 @@ def make_train(config):
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), runner_state)
 
     # TRAIN LOOP
-    rows = P("data")
-    envs = NormalizeVecObsEnvState(rows, rows, P(), rows)
-    envs = NormalizeVecRewEnvState(P(), P(), P(), rows, envs)
-    specs = (P(), envs, rows, P())
+    envs = NormalizeVecObsEnvState(P("data"), P("data"), P(), P("data"))
+    envs = NormalizeVecRewEnvState(P(), P(), P(), P("data"), envs)
+    specs = (P(), envs, P("data"), P())
     @sm.shard_map(in_specs=(specs, None), out_specs=(specs, P(None, "data")))
     def _update_step(runner_state, unused):
         # COLLECT TRAJECTORIES
@@ -497,8 +491,8 @@ def make_train(config):
 
                     # CALCULATE ACTOR LOSS
                     ratio = jnp.exp(log_prob - traj_batch.log_prob)
-                    gae = gae - mean(gae)
-                    gae = gae / (jnp.sqrt(mean(jnp.square(gae))) + 1e-8)
+                    gae = gae - sm.pmean(gae.mean(), "data")
+                    gae = gae / (sm.pmean((gae**2).mean(), "data") ** 0.5 + 1e-8)
                     loss_actor1 = ratio * gae
                     loss_actor2 = (
                         jnp.clip(
