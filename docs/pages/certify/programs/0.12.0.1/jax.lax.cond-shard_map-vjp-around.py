@@ -2,7 +2,7 @@ import os; os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp, numpy as np, jax.lax
 from jax import lax; from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 jax.config.update("jax_enable_x64", True); KEY = jax.random.key(7)
-jax.set_mesh(mesh := jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,)))
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
 def whole(x):
     return (x * 100).astype(jnp.int32) % 7
 a_and_b = np.random.default_rng(2).uniform(0.2, 0.9, (2, 2, 4, 4))
@@ -20,7 +20,7 @@ each = [(lambda x0, x1: jax.vjp(lambda x1: total(x0, x1), x1)[1](jnp.ones(())))(
 want = [sum(e[0] for e in each),]
 mapped = jax.shard_map(lambda x0, x1: lax.psum(total(x0[0], x1), 'x'), mesh=mesh, in_specs=(P('x'),P(),), out_specs=P())
 around = lambda x0, x1: jax.vjp(lambda x1: mapped(x0, x1), x1)[1](jnp.ones(()))
-got = jax.jit(around)(*inputs)
+with jax.set_mesh(mesh): got = jax.jit(around)(*inputs)
 for g, w in zip(got, want, strict=True):
     for shard in g.addressable_shards:
         np.testing.assert_allclose(shard.data, w[shard.index], rtol=1e-6, atol=1e-9)

@@ -1,0 +1,22 @@
+import os; os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp, numpy as np, jax.lax
+from jax import lax; from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+jax.config.update("jax_enable_x64", True); KEY = jax.random.key(7)
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+def narrow(x):
+    return jnp.tile(x, (1, 8))[None].astype(jnp.float8_e4m3fn)
+def scales():
+    return jnp.ones((1, 4, 1), jnp.float8_e8m0fnu)
+a_and_b = np.random.default_rng(2).uniform(0.2, 0.9, (2, 2, 4, 4))
+of_shards = [(narrow(a)[0], narrow(b)[0].T,) for a, b in map(jnp.asarray, a_and_b)]
+call = lambda x0, x1: jax.lax.scaled_dot(x0, x1, lhs_scale=scales()[0], rhs_scale=scales()[0].T, preferred_element_type=jnp.float32)
+as_integers = lambda y: jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y
+results = lambda x0, x1: [as_integers(y) for y in jax.tree.leaves(call(x0, x1)) if y.dtype != jax.dtypes.float0]
+specs, stacked = (P(),P('x'),), (of_shards[0][0],jnp.stack([s[1] for s in of_shards]),)
+inputs = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(stacked, specs)]
+want = [jnp.stack(ys) for ys in zip(*[results(of_shards[0][0], s[1]) for s in of_shards])]
+with jax.set_mesh(mesh): got = jax.jit(jax.shard_map(lambda x0, x1: results(x0, x1[0])[0], mesh=mesh, in_specs=(P(),P('x'),), out_specs=P()))(*inputs)  # one copy
+got, want = [got], [want[0][0]]
+for g, w in zip(got, want, strict=True):
+    for shard in g.addressable_shards:
+        np.testing.assert_allclose(shard.data, w[shard.index], rtol=1e-6, atol=1e-9)
