@@ -582,8 +582,8 @@ def run_anew(
         ((body, of_body),) = others
         carried = len(given) - params["cond_nconsts"]
         closed, of_body = given[:-carried], of_body[:-carried]
-        holds = lambda carry: runs(jaxpr)(*closed, *carry)[0]
-        step_of = lambda carry: tuple(runs(body)(*of_body, *carry))
+        holds: Callable[[Any], Any] = lambda carry: runs(jaxpr)(*closed, *carry)[0]
+        step_of: Callable[[Any], Any] = lambda carry: tuple(runs(body)(*of_body, *carry))
         if jaxpr.out_avals[0].shape:
             # A `vmap` has given each lane a condition: where it no longer holds the carry stays.
             in_lanes, of_all = holds, step_of
@@ -608,7 +608,9 @@ def run_anew(
 
 def _chosen(lanes: Array, some: Sequence[Array], others: Sequence[Array]) -> tuple[Array, ...]:
     """Arrays with the lanes of `some` that are chosen, and else those of `others`."""
-    over = lambda x: jax.lax.broadcast_in_dim(lanes, x.shape, range(lanes.ndim))
+    over: Callable[[Array], Array] = lambda x: jax.lax.broadcast_in_dim(
+        lanes, x.shape, range(lanes.ndim)
+    )
     return tuple(jax.lax.select(over(x), x, y) for x, y in zip(some, others, strict=True))
 
 

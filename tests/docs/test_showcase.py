@@ -14,7 +14,7 @@ from tests.helpers import DOCS, module_at
 show = module_at(DOCS / "showcase" / "show.py")
 
 # What a port changes or adds at most. PPO draws, normalizes and shuffles over all devices in six places.
-MOST_LINES = {"purejaxrl_ppo": 33}
+MOST_LINES = {"purejaxrl_ppo": 27}
 pytestmark = pytest.mark.filterwarnings("ignore")  # Those of the programs.
 
 
@@ -31,8 +31,9 @@ def test_a_page_shows_what_was_measured(name: str) -> None:
     assert max(gone, come) <= MOST_LINES.get(name, 20)
     assert len(measured["meshes"]) == len(case.MESHES) >= 3
     assert len(measured["original"]) == case.STEPS
-    # The naive port is off by more than any port, and the check names a line of it.
-    assert show.farthest(measured) < 1e-4 < show.off(measured["naive"], measured["original"])
+    # The naive port is off by far more than the port, and the check names a line of it.
+    off_by = show.farthest(measured)
+    assert off_by < 1.5e-4 and 100 * off_by < show.off(measured["naive"], measured["original"])
     assert "naive.py:" in measured["report"]
     original = (DOCS / "showcase" / name / "original.py").read_text()
     assert case.LICENCE in original and case.COMMIT[:7] in original
