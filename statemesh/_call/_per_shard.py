@@ -45,6 +45,13 @@ from ._tracing import (
 from ._write_back import Forwarded, Merged, Output, Static, WriteBack
 
 
+# How JAX's errors begin where a function of a model is differentiated as one of arrays.
+_NO_GRADIENT = (
+    "grad requires real- or complex",
+    "Gradient only defined for scalar-output functions",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Instance:
     """What one instance does with its part of each array: a shard, or a lane.
@@ -221,11 +228,25 @@ class Instance:
     ) -> str | None:
         """The text of `error` with a hint, if a part of a parameter, or a replicated state, met other data.
 
-        JAX must have raised the error, and name both sizes: one of what is whole and one of what is split.
+        JAX must have raised the error, and name both sizes: one of what is whole and one of what is split. Or
+        it is about a gradient of a model, or names a state in whose place gradients have nothing.
         """
         if type(error) not in (TypeError, ValueError) or not compat.raised_by_jax(error):
             return None
         text = str(error)
+        if text.startswith(_NO_GRADIENT) and any(unit.kind for unit in self.call.flat_units()):
+            return (
+                f"{text}\n\nHint: sm.value_and_grad takes a function of a model that returns "
+                "`(loss, model)`. "
+                "It differentiates the parameters alone, and with `axis_name` it reduces their gradients "
+                "over shards: `(loss, model), grads = sm.value_and_grad(loss_fn, axis_name='x')(model, x)`."
+            )
+        if "NoneType" in text and re.search(r"<class 'statemesh\.\S+State'>", text):
+            return (
+                f"{text}\n\nHint: gradients have None in the place of what is not trained. Give an optimizer "
+                "the same part of the model: `slots = optimizer.init(sm.trainable(model))`, and where it "
+                "needs the weights, `optimizer.update(grads, slots, sm.trainable(model))`."
+            )
         parts = [
             (unit, leaves[position], source.placement)
             for unit in self.call.flat_units()

@@ -131,6 +131,29 @@ def test_training_gets_somewhere() -> None:
             assert not np.allclose(w[k], before, rtol=1e-2)
 
 
+def test_other_gradients_and_slots_of_other_parts_are_hinted_at() -> None:
+    """What a program still has of its time with one device."""
+    model = {"w": sm.ParamState(1.0), "mean": sm.BatchState(0.0), "steps": sm.State(0)}
+    loss = lambda model, x: ((model["w"].value * x).sum(), model)
+    optimizer = optax.adam(0.1)
+
+    def step(model: Any, slots: Any, x: Any) -> Any:
+        (_, model), grads = sm.value_and_grad(loss, axis_name="x")(model, x)
+        return optimizer.update(grads, slots, model)
+
+    mesh, rows = make_mesh("2"), np.arange(4.0, dtype=np.float32)
+    slots = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    with pytest.raises(ValueError, match=r"Hint: gradients have None .*sm.trainable\(model\)"):
+        sm.shard_map(step, mesh, (None, None, P("x")), P())(model, slots, rows)
+    for grad in (jax.value_and_grad(loss, has_aux=True), eqx.filter_value_and_grad(loss)):
+        with pytest.raises(TypeError, match=r"Hint: sm.value_and_grad takes a function of a model"):
+            sm.shard_map(grad, mesh, (None, P("x")), P())(model, rows)
+    # Of bare arrays JAX's own words are enough.
+    with pytest.raises(TypeError, match="grad requires") as raised:
+        sm.shard_map(jax.grad(lambda w: w), mesh, P(), P())(1)
+    assert "Hint" not in str(raised.value)
+
+
 # The differentiated part of a model, in the form that an optimizer takes
 
 
