@@ -181,9 +181,12 @@ def mesh_with_types_str(mesh: Mesh | AbstractMesh) -> str:
 
 
 def listed(head: str, items: Iterable[str], remedy: str = "") -> str:
-    """`head`, then each different item on its own line, then what to do instead."""
+    """`head`, then each different item on its own line, then what to do instead.
+
+    A large model has many leaves that are refused for one reason: the first ones are shown.
+    """
     # Leaves of one state often give the same line.
-    lines = [f"  - {item}" for item in dict.fromkeys(items)]
+    lines = [f"  - {item}" for item in first_items(list(dict.fromkeys(items)), 16)]
     return "\n".join([f"{head}:", *lines, *([remedy] if remedy else [])])
 
 

@@ -4,10 +4,13 @@ import functools
 import tempfile
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from tests.helpers import default_kind
+import statemesh as sm
+from tests.helpers import default_kind, make_mesh
 
 from . import calls, checkpoints, gradients, keywords, lanes, layers, states, table
 
@@ -57,6 +60,23 @@ def test_the_file_has_all_mistakes_and_no_others(pytestconfig: pytest.Config) ->
         )
     assert list(table.read()) == [*MISTAKES, *TABLES]
     assert len(MISTAKES) == sum(len(module.MISTAKES) for module in MODULES)
+
+
+def test_an_error_of_many_leaves_has_at_most_25_lines() -> None:
+    many = {f"s{i}": sm.State(np.ones(3)) for i in range(60)}
+    arrays = {name: state.value for name, state in many.items()}
+    mesh = make_mesh()
+    step = lambda model, x: {name: s.set(s.value + x.sum()) for name, s in model.items()}
+    for mistake in (
+        lambda: sm.shard_map(step, mesh, (None, P("x")), P())(many, np.ones(8)),
+        lambda: sm.shard_map(lambda x: x, mesh, P("x"), P())(arrays),
+        lambda: sm.State(arrays).set({name: x[:2] for name, x in arrays.items()}),
+        lambda: sm.combine(many, many),
+        lambda: sm.partition(many, "cache"),
+    ):
+        lines = table.refusal(mistake).splitlines()
+        assert 3 < len(lines) <= 25
+        assert any(line.endswith(" more") for line in lines)
 
 
 def test_what_differs_elsewhere_is_left_out() -> None:
