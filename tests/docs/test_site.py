@@ -126,6 +126,16 @@ def test_the_search_has_the_words_of_errors(site: pathlib.Path) -> None:
         assert any(searched_for in title for title in titles)
 
 
+@pytest.mark.slow
+def test_signatures_are_what_users_write(site: pathlib.Path) -> None:
+    text = html.unescape(re.sub(r"<[^>]*>", "", (site / "api.html").read_text()))
+    shown = re.findall(r"^\w+\(\n(?:    .*\n)+\)$", text, re.MULTILINE)
+    assert "State(\n    value, *, name=None, tag=None, spec=None, reduce=None\n)" in shown
+    assert any("    in_specs=...,\n    out_specs=...,\n" in signature for signature in shown)
+    private = [signature for signature in shown if re.search(r"[A-Z]{5}|\b_", signature)]
+    assert len(shown) > 30 and private == []
+
+
 # What readers type, and the page that they look for.
 QUERIES = {
     "any-library": ("pcast", "check_vma", "while_loop", "diffrax"),
