@@ -88,8 +88,22 @@ for _name, _sign in _REFUSED.items():
         setattr(NoArray, _method, _refusing(_sign))
 
 
-# Properties, and no `__getattr__`, which Python would also run where an unset slot is read, in each call.
-_ATTRIBUTES = [name for name in dir(jax.Array) if not name.startswith("_")]
+# The attributes of arrays that users look for first. They are properties, because Python would run a
+# `__getattr__` also where an unset slot is read, in each call.
+_ATTRIBUTES = (
+    "at",
+    "shape",
+    "dtype",
+    "ndim",
+    "size",
+    "T",
+    "astype",
+    "reshape",
+    "sum",
+    "mean",
+    "max",
+    "min",
+)
 
 
 def _absent(name: str) -> property:
