@@ -79,6 +79,13 @@ def test_a_mapped_function_is_checked_on_other_meshes() -> None:
 
 
 @pytest.mark.slow
+def test_a_mapped_function_is_checked_on_its_own_mesh() -> None:
+    checked = assert_equivalent(sm.shard_map(step, make_mesh("2"), **SPECS), (total(), X))
+    assert checked.agreed[0] == "on mesh x=2"
+    with pytest.raises(TypeError, match="meshes is None of type NoneType"):
+        assert_equivalent(sm.shard_map(step, **SPECS), (total(), X))
+
+
 def test_keyword_arguments_reach_the_function() -> None:
     kwargs = {"train": True, "y": np.float32(3)}
     options: Any = {"meshes": [{"x": 2}], "steps": 1, **SPECS}

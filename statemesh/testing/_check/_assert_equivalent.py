@@ -68,8 +68,8 @@ def assert_equivalent(
         values cost one compile. A function whose closed-over values or globals have changed is compiled anew.
     - `args`, `kwargs`: the arguments of the first call: a tuple, and a dictionary.
     - `meshes`: each a `jax.sharding.Mesh`, or the sizes of its axes, `{name: size}`. A
-        `jax.sharding.AbstractMesh` has no devices: on it the function is emulated only. They may be left out
-        for a function of `jax.jit` whose mesh is known.
+        `jax.sharding.AbstractMesh` has no devices: on it the function is emulated only. Left out, the mesh
+        that `shard_map` was given, or that of a function of `jax.jit`.
     - `unsharded`: a plain function of the same arguments that gives the right results. Left out, `fun` on a
         mesh of one device. Only such a function finds a mistake that one shard makes too, such as a new state
         that is not returned. `False` for a function whose results depend on the mesh: each mesh is then
@@ -148,6 +148,9 @@ def assert_equivalent(
     several = 'a list of meshes, as in meshes=[{"x": 2}, {"x": 4}]'
     # With out_specs it is a function of shards.
     jitted = is_jitted(fun) and out_specs is ...
+    if meshes is None and isinstance(fun, sm.StatefulMapping):
+        own = getattr(fun._declared.rules, "mesh", None)
+        meshes = None if own is None else [own]
     if meshes is not None or not jitted:
         check(what, "meshes", meshes, Iterable, several)
     check(what, "check_vma", check_vma, bool | None, flag)
