@@ -309,7 +309,7 @@ REACHED: list[tuple[str, str, int, Callable[[Any], Any]]] = [
     ("many states", "modules", 10, lambda m: len(sm.states(m)) == 5),
     ("alike in all but path", "modules", 1, alike),
     ("a function", "modules", 36, lambda m: any(leaf is jnp.tanh for _, leaf in walk(m))),
-    ("a string", "modules", 7, lambda m: any(type(leaf) is str for _, leaf in walk(m))),
+    ("a string", "modules", 4, lambda m: any(type(leaf) is str for _, leaf in walk(m))),
     ("a NumPy array", "modules", 32, lambda m: any(type(x) is np.ndarray for _, x in walk(m))),
     ("None", "modules", 42, lambda m: "None" in repr(m)),
     ("a dictionary", "modules", 50, lambda m: "{" in repr(m)),

@@ -180,13 +180,14 @@ def mesh_with_types_str(mesh: Mesh | AbstractMesh) -> str:
     return f"{mesh_str(mesh)} with axis types ({', '.join(t.name for t in mesh.axis_types)})"
 
 
-def listed(head: str, items: Iterable[str], remedy: str = "") -> str:
-    """`head`, then each different item on its own line, then what to do instead.
+MOST_LISTED = 16
+"""A large model may have many leaves that are refused for one reason: so many are shown."""
 
-    A large model has many leaves that are refused for one reason: the first ones are shown.
-    """
+
+def listed(head: str, items: Iterable[str], remedy: str = "") -> str:
+    """`head`, then each different item on its own line, then what to do instead."""
     # Leaves of one state often give the same line.
-    lines = [f"  - {item}" for item in first_items(list(dict.fromkeys(items)), 16)]
+    lines = [f"  - {item}" for item in first_items(list(dict.fromkeys(items)), MOST_LISTED)]
     return "\n".join([f"{head}:", *lines, *([remedy] if remedy else [])])
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh._base import _errors as errors
 from tests.helpers import counted, default_kind, make_mesh, slow
 
 
@@ -272,7 +273,10 @@ def each() -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 @each_kind
-def test_what_types_have_lost_is_refused(each: dict[str, np.ndarray]) -> None:
+def test_what_types_have_lost_is_refused(
+    each: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "MOST_LISTED", 1000)
     with pytest.raises(sm.SpecError) as raised:
         mapped(lambda _, x: {name: fun(x) for name, fun in LOSING.items()})(None, ROWS)
     for name, values in each.items():
@@ -366,8 +370,11 @@ NOT_CALLED = ("save", "savez", "load", "set_printoptions")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_no_function_makes_shards_differ_in_silence(module: Any) -> None:
+def test_no_function_makes_shards_differ_in_silence(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is called as simply as that; what cannot be called so, or JAX refuses, says nothing."""
+    monkeypatch.setattr(errors, "MOST_LISTED", 1000)
     names = {name for name in dir(module) if not name.startswith("_")} - set(NOT_CALLED)
     functions = {name: getattr(module, name) for name in sorted(names)}
     functions = {name: fun for name, fun in functions.items() if not isinstance(fun, type)}

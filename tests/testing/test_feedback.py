@@ -195,26 +195,26 @@ def test_named_pairs_replace_what_would_be_found() -> None:
 MISTAKES: list[tuple[tuple[Any, ...], Any, Any, str]] = [
     (
         *((net(),), net(), {"args[1]": ""}),
-        "feed_back: the arguments have no arrays at args[1], but at 5 other paths, such as args[0], "
+        "fed_back: the arguments have no arrays at args[1], but at 5 other paths, such as args[0], "
         "args[0].w, args[0].mean, args[0].w.value.",
     ),
     (
         *((W,), W, {"args[0]": "[1]"}),
-        "feed_back: the result has no arrays at step(...)[1], but at 1 other path, such as step(...).",
+        "fed_back: the result has no arrays at step(...)[1], but at 1 other path, such as step(...).",
     ),
     (
         *((W,), (X, net()), {"args[0]": "[0]"}),
-        "feed_back: step(...)[0] cannot become args[0], because structures or shapes differ: "
+        "fed_back: step(...)[0] cannot become args[0], because structures or shapes differ: "
         "float32[8,3], and the argument is float32[3].",
     ),
     (
         *((W,), (X, net()), {"args[0]": "[1]"}),
-        "feed_back: step(...)[1] cannot become args[0], because structures or shapes differ: "
+        "fed_back: step(...)[1] cannot become args[0], because structures or shapes differ: "
         "a Net of float32[3], float32[3], and the argument is float32[3].",
     ),
     (
         *((net(),), (net(), net()), [("args[0]", "[0]"), ("args[0].w", "[1].w")]),
-        "feed_back: step(...)[1].w becomes args[0].w, and one of the two is in another pair already. "
+        "fed_back: step(...)[1].w becomes args[0].w, and one of the two is in another pair already. "
         "Name each part once.",
     ),
 ]
