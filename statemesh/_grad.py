@@ -304,6 +304,14 @@ class Made:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    # As a function it is its own copy.
+
+    def __copy__(self) -> "Made":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Made":
+        return self
+
     def __reduce__(self) -> tuple[Fun, tuple[PyTree, ...]]:
         return _made, self._made
 

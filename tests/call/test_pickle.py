@@ -115,6 +115,7 @@ def test_what_takes_gradients_is_pickled_as_what_it_was_made_of() -> None:
     for made in (sm.value_and_grad(loss_fn, wrt=sm.ParamState), sm.grad(loss_fn)):
         again = pickle.loads(pickle.dumps(made))
         assert again is not made and repr(again) == repr(made)
+        assert shallow(made) is deepcopy(made) is made
         for x, y in zip(*(jax.tree.leaves(f(*args)) for f in (again, made)), strict=True):
             assert x.tolist() == y.tolist()
 
