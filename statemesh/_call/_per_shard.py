@@ -237,9 +237,8 @@ class Instance:
         if text.startswith(_NO_GRADIENT) and any(unit.kind for unit in self.call.flat_units()):
             return (
                 f"{text}\n\nHint: sm.value_and_grad takes a function of a model that returns "
-                "`(loss, model)`. "
-                "It differentiates the parameters alone, and with `axis_name` it reduces their gradients "
-                "over shards: `(loss, model), grads = sm.value_and_grad(loss_fn, axis_name='x')(model, x)`."
+                "`(loss, model)`. It differentiates the parameters alone, and with `axis_name` it reduces "
+                "their gradients over shards: `(loss, model), grads = sm.value_and_grad(loss_fn, axis_name='x')(model, x)`."
             )
         if "NoneType" in text and re.search(r"<class 'statemesh\.\S+State'>", text):
             return (
