@@ -238,7 +238,8 @@ class Instance:
             return (
                 f"{text}\n\nHint: sm.value_and_grad takes a function of a model that returns "
                 "`(loss, model)`. It differentiates the parameters alone, and with `axis_name` it reduces "
-                "their gradients over shards: `(loss, model), grads = sm.value_and_grad(loss_fn, axis_name='x')(model, x)`."
+                "their gradients over shards: `(loss, model), grads = sm.value_and_grad(loss_fn, "
+                "axis_name='x')(model, x)`."
             )
         if "NoneType" in text and re.search(r"<class 'statemesh\.\S+State'>", text):
             return (
