@@ -12,6 +12,7 @@ from .._base import _errors as errors
 from .._base._checks import check_flag, is_masked
 from .._base._trees import path_str
 from .._base._types import Array, AxisName, Gathered, PyTree, SeveralAxes, Tree, flat_names
+from .._jax import _compat as compat
 from . import _mesh_and_lanes as mesh_and_lanes
 from ._mesh_and_lanes import (
     all_varying,
@@ -200,7 +201,7 @@ def all_gather(
     x = _unmasked("all_gather", x)
     names = _names("all_gather", axis_name)
     one_by_one = partial(_gathered, axis=axis, tiled=tiled, to=to)
-    at_once = partial(jax.lax.all_gather, axis=axis, tiled=tiled, to=to)
+    at_once = partial(_at_once, axis=axis, tiled=tiled, to=to)
     # JAX cannot gather over lanes and anything else at once.
     several = len(names) > 1 and meshes_and_lanes(names)[1]
     return _over(x, names, one_by_one if several else at_once, one_by_one)
@@ -265,6 +266,12 @@ def _extreme(x: PyTree, names: tuple[AxisName, ...], over: Callable[..., list[Ar
     return jax.tree.map(lambda x: over([all_varying(x, names)], names)[0], x) if names else x
 
 
+def _at_once(x: PyTree, names: AxisName, axis: int, tiled: bool, to: Gathered) -> PyTree:
+    # Without types there is nothing to say of the result, and JAX 0.10 fails where it is told.
+    typed = all(compat.varying_type(jax.typeof(leaf)) for leaf in jax.tree.leaves(x))
+    return jax.lax.all_gather(x, names, axis=axis, tiled=tiled, to=to if typed else "varying")
+
+
 def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool, to: Gathered) -> PyTree:
     def gathered(x: PyTree) -> PyTree:
         shape = x.shape
@@ -281,6 +288,6 @@ def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool, to: 
 def _stacked(x: PyTree, name: AxisName, to: Gathered) -> PyTree:
     """The arrays of all shards, or lanes, of one axis, stacked."""
     if not lanes_in_checked_map((name,)):
-        return jax.lax.all_gather(all_varying(x, [name]), name, to=to)
+        return _at_once(all_varying(x, [name]), name, axis=0, tiled=False, to=to)
     room = jnp.zeros((jax.lax.axis_size(name), *x.shape), x.dtype)
     return total(room.at[index_along([name])].set(x), (name,))

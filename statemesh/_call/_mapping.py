@@ -230,6 +230,11 @@ class StatefulMapping(Generic[Params, Result]):
         """
         return self._pipeline.on_one_device.call(self._all(args), kwargs)
 
+    @property
+    def mesh(self) -> AnyMesh | None:
+        """The mesh that `shard_map` was given; `None` if it was given none, and for lanes."""
+        return getattr(self._declared.rules, "mesh", None)
+
     def on_mesh(self, mesh: AnyMesh) -> "StatefulMapping[Params, Result]":
         """The same function with the same specs on another mesh, where no memory is given up.
 

@@ -61,6 +61,7 @@ def test_it_shows_the_mesh_and_the_specs() -> None:
     }
     for mapped, text in shown.items():
         assert repr(mapped) == text
+    assert [mapped.mesh for mapped in shown] == [make_mesh(), None, None]
     many = repr(sm.shard_map(scaled, out_specs=[P()] * 100))
     assert many.startswith("shard_map(scaled, out_specs=[P(), P(), ") and many.endswith("...)")
     assert len(many) < 200

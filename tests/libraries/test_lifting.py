@@ -357,7 +357,7 @@ def test_what_is_taken_from_the_interior_of_jax_is_there() -> None:
     assert callable(lifting._src_pe._cached_abstract_eval.cache_clear)
     assert {"typematch", "typecompat"} <= set(dir(lifting._src_core))
     assert lifting._src_core.eval_jaxpr.__code__.co_filename == lifting._src_core.__file__
-    traceback: Any = lifting.source_info_util.current().traceback
+    traceback: Any = source_info_util.current().traceback
     assert [len(x) for x in traceback.raw_frames()] == [len(traceback.frames)] * 2
 
 

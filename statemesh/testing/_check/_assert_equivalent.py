@@ -148,9 +148,8 @@ def assert_equivalent(
     several = 'a list of meshes, as in meshes=[{"x": 2}, {"x": 4}]'
     # With out_specs it is a function of shards.
     jitted = is_jitted(fun) and out_specs is ...
-    if meshes is None and isinstance(fun, sm.StatefulMapping):
-        own = getattr(fun._declared.rules, "mesh", None)
-        meshes = None if own is None else [own]
+    if meshes is None and isinstance(fun, sm.StatefulMapping) and fun.mesh is not None:
+        meshes = [fun.mesh]
     if meshes is not None or not jitted:
         check(what, "meshes", meshes, Iterable, several)
     check(what, "check_vma", check_vma, bool | None, flag)
