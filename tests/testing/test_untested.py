@@ -84,7 +84,15 @@ def test_a_key_that_stays_beside_a_count_that_goes_on_needs_none() -> None:
         return x + jax.random.normal(key, ()), rngs
 
     assert check(noisy, nnx.Rngs(noise=0), X) == []
+
+    def of_two(keys: Any, x: Any) -> Any:
+        """Another key that goes on is no count, and neither is a sum."""
+        y = x + jax.random.normal(keys["same"], ()) + jax.random.normal(keys["new"], ())
+        return y, {**keys, "new": jax.random.split(keys["new"])[0], "sum": keys["sum"] + 1.5}
+
     assert check(deaf, nnx.Rngs(noise=0), X) == [draws_the_same("args[0].noise.key")]
+    two = {"new": jax.random.key(1), "same": KEY, "sum": jnp.float32(0)}
+    assert check(of_two, two, X) == [draws_the_same("args[0]['same']")]
 
 
 # What needs one

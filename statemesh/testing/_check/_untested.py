@@ -121,13 +121,13 @@ def untested(subject: Subject, calls: CallsMade) -> Iterator[str]:
     places = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(calls[0][0])[0]]
 
     def is_counted(key: int) -> bool:
-        """Whether a number in the same object changes, as where draws fold a count into a key that stays."""
+        """Whether a count in the same object goes on, as where draws fold it into a key that stays."""
         keys = places[key]
         around = keys[: max(len(keys) - 2, 2)]
         return any(
-            place[: len(around)] == around and len(place) == len(keys) and not unchanged([number])
-            for number, place in enumerate(places)
-            if number != key and number in returned and np.ndim(arguments[0][number]) == 0
+            number in returned and not unchanged([number])
+            for number in subject.call.counters
+            if len(places[number]) == len(keys) and places[number][: len(around)] == around
         )
 
     draws_again = (
