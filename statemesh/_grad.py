@@ -238,7 +238,7 @@ def value_and_grad(
 
     options = {"wrt": wrt, "axis_name": axis_name, "reduce": reduce, "has_aux": has_aux}
     options |= {"microbatches": microbatches, "blocks": blocks, "split_as": split_as}
-    return Made(value_and_grads, value_and_grad, fun, options)
+    return Derivative(value_and_grads, value_and_grad, fun, options)
 
 
 def grad(
@@ -271,20 +271,26 @@ def grad(
 
         ```
     """
-    options: dict[str, Any] = {"wrt": wrt, "axis_name": axis_name, "reduce": reduce}
-    options |= {"has_aux": has_aux, "microbatches": microbatches, "blocks": blocks}
-    options |= {"split_as": split_as}
-    both = value_and_grad(fun, **options)
+    both: Any = value_and_grad(
+        fun,
+        wrt=wrt,
+        axis_name=axis_name,
+        reduce=reduce,
+        has_aux=has_aux,
+        microbatches=microbatches,
+        blocks=blocks,
+        split_as=split_as,
+    )
 
     def grads_of(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         (value, model), grads = both(model, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads, model
 
-    return Made(grads_of, grad, fun, options)
+    return Derivative(grads_of, grad, fun, both.options)
 
 
-class Made:
-    """A function that is made of another one, and that pickles as what makes it.
+class Derivative:
+    """What `value_and_grad` and `grad` return: a function that pickles as what makes it.
 
     **Arguments:**
 
@@ -295,7 +301,8 @@ class Made:
     def __init__(self, run: Fun, make: Fun, fun: Fun, options: dict[str, Any]) -> None:
         self.__wrapped__ = run
         self.__name__ = self.__qualname__ = f"{make.__name__}_of_{fun_name(fun)}"
-        self._made = make, fun, options
+        self.options = options
+        self._make, self._fun = make, fun
 
     @without_own_frames
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -306,20 +313,20 @@ class Made:
 
     # As a function it is its own copy.
 
-    def __copy__(self) -> "Made":
+    def __copy__(self) -> "Derivative":
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Made":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Derivative":
         return self
 
     def __reduce__(self) -> tuple[Fun, tuple[PyTree, ...]]:
-        return _made, self._made
+        return _derivative, (self._make, self._fun, self.options)
 
     def __repr__(self) -> str:
         return f"<{self.__name__}>"
 
 
-def _made(make: Fun, fun: Fun, options: dict[str, Any]) -> Fun:
+def _derivative(make: Fun, fun: Fun, options: dict[str, Any]) -> Fun:
     return make(fun, **options)
 
 
@@ -361,7 +368,12 @@ def trainable(model: Tree, wrt: Filter = None, *, split_as: PyTree = None) -> Tr
 
         ```
     """
-    parts = Parts("trainable", model, wrt, "model", split_as)
+    return trained_part("trainable", model, wrt, split_as)
+
+
+def trained_part(what: str, model: PyTree, wrt: Filter, split_as: PyTree = None) -> PyTree:
+    """What `trainable` returns, with `what` in its errors."""
+    parts = Parts(what, model, wrt, "model", split_as)
     return parts.tree(parts.own)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ._trees import Bare, describe
+from ._trees import Bare, clipped, describe
 from ._types import AxisName
 
 
@@ -136,6 +136,8 @@ class RetracedWarning(UserWarning):
 
 
 E = TypeVar("E", bound=Exception)
+# What is shown of a value or a tree of specs within a sentence has so many characters at most.
+_LONG = 120
 
 
 def spec_str(spec: object) -> str:
@@ -156,8 +158,7 @@ def specs_str(specs: Any) -> str:
     as_typed = lambda spec: Bare(
         spec_str(spec) if isinstance(spec, PartitionSpec) else filter_str(spec)
     )
-    text = repr(jax.tree.map(as_typed, specs, is_leaf=is_spec))
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    return clipped(repr(jax.tree.map(as_typed, specs, is_leaf=is_spec)), _LONG)
 
 
 def filter_str(filter: object) -> str:
@@ -221,8 +222,7 @@ def first_paths(paths: Sequence[str], before_more: str = ", ") -> str:
 
 
 def shortened(value: object) -> str:
-    text = describe(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    return clipped(describe(value), _LONG)
 
 
 def typed_str(value: object) -> str:

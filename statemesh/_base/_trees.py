@@ -153,10 +153,14 @@ class Bare:
         return self.text
 
 
+def clipped(text: str, most: int) -> str:
+    """A text of so many characters at most."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def describe_leaf(leaf: Leaf) -> str:
     """`float32[2,3]` for an array, `repr` for the rest."""
     dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
     if dtype is None or shape is None:
-        text = repr(leaf)
-        return text if len(text) <= 80 else f"{text[:77]}..."
+        return clipped(repr(leaf), 80)
     return f"{dtype}[{','.join(map(str, shape))}]"

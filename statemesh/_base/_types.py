@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     Params = ParamSpec("Params", default=...)
     Result = TypeVar("Result", default=Any, covariant=True)
     Value = TypeVar("Value", default=Any, covariant=True)
-    Tree = TypeVar("Tree")
-    """A tree that comes back with its type."""
     Fun: TypeAlias = Callable[..., PyTree]
     FunOf: TypeAlias = Callable[Params, Result]
     AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -60,7 +58,6 @@ else:
     Params = ParamSpec("Params")
     Result = TypeVar("Result", covariant=True)
     Value = TypeVar("Value", covariant=True)
-    Tree = TypeVar("Tree")
 
     class FunOf:
         """The type of a function, with its parameters in brackets. Only type checkers read them."""
@@ -71,6 +68,8 @@ else:
     # We check these arguments by hand: users get our messages, not those of a run-time type checker.
     Fun = AnyMesh = Reduce = Donate = ReduceLoss = Gathered = Size = LaneName = DeviceList = Any
     Positions = AxisNames = SeveralAxes = Text = Name = Tags = Class = Keywords = Dtype = Any
+Tree = TypeVar("Tree")
+"""A tree that comes back with its type."""
 SpecTree: TypeAlias = PyTree
 AxisTree: TypeAlias = PyTree
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None

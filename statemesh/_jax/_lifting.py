@@ -471,9 +471,12 @@ def _recorded_at(x: Leaf) -> tuple[Any, tuple[int, ...]]:
     """Which operation of the user's is run again, and on what shape: alike for a cast and its transpose."""
     traceback: Any = source_info_util.current().traceback
     codes, offsets = traceback.raw_frames()
-    frames = zip(codes, offsets, strict=True)
-    own = [frame for frame in frames if not frame[0].co_filename.startswith(compat.JAX_FOLDER)]
-    return tuple(own), np.shape(x)
+    outside_jax = tuple(
+        (code, offset)
+        for code, offset in zip(codes, offsets, strict=True)
+        if not code.co_filename.startswith(compat.JAX_FOLDER)
+    )
+    return outside_jax, np.shape(x)
 
 
 def _summed_derivative(cotangents: Sequence[Leaf], axes: Sequence[AxisName]) -> StatemeshError:

@@ -12,7 +12,7 @@ from .._base._checks import check_flag, check_names
 from .._base._trees import is_state, unpacked
 from .._base._types import Array, Dtype, Filter, Leaf, PyTree, SeveralAxes
 from .._call._packed import packed_as
-from .._grad import Parts
+from .._grad import trained_part
 from .._state._module import Module, field
 from .._state._state import LongTermState, ShortTermState
 from ._running import (
@@ -164,7 +164,9 @@ class EMA(Module):
             value = jax.tree.map(lambda x: first(x, _wide(jnp.result_type(x))), _bare(unit))
             return AveragedWeights(value, spec=unit.spec if is_state(unit) else None)
 
-        self.averages = jax.tree.map(average, _averaged(unpacked(model), wrt), is_leaf=is_state)
+        self.averages = jax.tree.map(
+            average, trained_part("EMA", unpacked(model), wrt), is_leaf=is_state
+        )
         self.count = LongTermState(0) if debias else None
         self.decay = decay
         self.wrt = wrt
@@ -233,16 +235,10 @@ class EMA(Module):
     def _taken(self, model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """The model as it was given, unpacked, and what is averaged of it."""
         original, model = model, unpacked(model)
-        new = _averaged(model, self.wrt)
+        new = trained_part("EMA", model, self.wrt)
         bare = (jax.tree.map(_bare, tree, is_leaf=is_state) for tree in (self.averages, new))
         check_same_shapes("EMA", "model", *bare)
         return original, model, new
-
-
-def _averaged(model: PyTree, wrt: Filter) -> PyTree:
-    """What is averaged of a model, and `None` in the place of all else."""
-    parts = Parts("EMA", model, wrt, "model", None)
-    return parts.tree(parts.own)
 
 
 def _wide(dtype: Dtype) -> Dtype:
