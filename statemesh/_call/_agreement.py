@@ -191,7 +191,7 @@ def check_alike(name: str, mesh: Mesh, passed: Sequence[Passed]) -> None:
 
     **Raises:** `StructureError` in all processes, naming what differs.
     """
-    counts, differing = _differing(mesh, [passed_digest for *_, passed_digest in passed])
+    counts, differing = _differing(name, mesh, [passed_digest for *_, passed_digest in passed])
     if differing:
         # Where one process passes more than another, no value stands beside its like.
         named = [passed[k][:2] for k in differing] if len(counts) == 1 else []
@@ -223,7 +223,7 @@ def check_placements(name: str, mesh: Mesh, inputs: Sequence[Input]) -> None:
     devices = [device.id for device in mesh.devices.flat]
     lines = [f"mesh: {dict(mesh.shape)} of the devices {devices}"]
     lines += [f"{leaf.path}: {leaf.placement.spec}" for leaf in inputs]
-    _, differing = _first_difference(mesh, lines)
+    _, differing = _first_difference(name, mesh, lines)
     if differing:
         raise error_listing(
             StructureError,
@@ -245,9 +245,9 @@ def traced_alike(
     try:
         traced = trace()
     except Exception:  # Whatever the user's function raises.
-        _first_difference(mesh, [_FAILED])
+        _first_difference(name, mesh, [_FAILED])
         raise
-    number, differing = _first_difference(mesh, program_lines(traced.jaxpr))
+    number, differing = _first_difference(name, mesh, program_lines(traced.jaxpr))
     if failed := differing.get(_FAILED):
         numbers = ", ".join(map(str, failed))
         raise StructureError(
@@ -270,31 +270,28 @@ def traced_alike(
 
 # What a process that could not trace has in place of its program. No program has such a line.
 _FAILED = "failed"
-# A line that differs is shown up to this many bytes.
+# A text that differs is shown up to this many bytes.
 _SHOWN = 300
 
 
-def _first_difference(mesh: Mesh, lines: Sequence[str]) -> tuple[int, Mapping[str, Sequence[int]]]:
+def _first_difference(
+    name: str, mesh: Mesh, lines: Sequence[str]
+) -> tuple[int, Mapping[str, Sequence[int]]]:
     """The number of the first line that differs, and the processes that have each form of it, if any does."""
-    _, differing = _differing(mesh, [digest(line.encode()) for line in lines])
+    _, differing = _differing(name, mesh, [digest(line.encode()) for line in lines])
     if not differing:
         return 0, {}
     at = differing[0]
-    line = lines[at] if at < len(lines) else "nothing more"
-    rows = _gathered(mesh, line.encode()[:_SHOWN].ljust(_SHOWN))
-    by_process: dict[str, list[int]] = {}
-    for device, row in zip(_devices(mesh), rows, strict=True):
-        processes = by_process.setdefault(row.decode(errors="ignore").rstrip(), [])
-        if device.process_index not in processes:
-            processes.append(device.process_index)
-    return at + 1, by_process
+    return at + 1, _by_process(mesh, lines[at] if at < len(lines) else "nothing more")
 
 
-def _differing(mesh: Mesh, digests: Sequence[bytes]) -> tuple[set[int], list[int]]:
+def _differing(name: str, mesh: Mesh, digests: Sequence[bytes]) -> tuple[set[int], list[int]]:
     """How many digests the processes have, and the numbers of those that differ.
 
     All processes with devices of the mesh have to call this at the same time. They exchange a few bytes if
     everything is alike, and all digests if not.
+
+    **Raises:** `StructureError` where something differs and another process is at a call of another name.
     """
     if not _over(mesh)[1].addressable_devices:
         return {len(digests)}, []
@@ -303,11 +300,32 @@ def _differing(mesh: Mesh, digests: Sequence[bytes]) -> tuple[set[int], list[int
     counts = {int.from_bytes(row[SIZE:], "little") for row in rows}
     if len(set(rows)) == 1:
         return counts, []
+    if len(calls := _by_process(mesh, name)) > 1:
+        raise error_listing(
+            StructureError,
+            f"{name}: all processes must make the same calls in the same order, but they are at different "
+            "ones",
+            _listed_by_process(calls),
+            "Look for a call that only some processes make, as under `if jax.process_index() == 0`, or as "
+            "often as each has data. `explain`, `place` and `save` are such calls too. Make it in every "
+            "process, and print or write what it gives in one.",
+        )
     common = min(counts)
     rows = _gathered(mesh, b"".join(digests[:common])) if common else []
     each = range(common)
     differing = [k for k in each if len({row[k * SIZE :][:SIZE] for row in rows}) > 1]
     return counts, differing if len(counts) == 1 else [*differing, common]
+
+
+def _by_process(mesh: Mesh, text: str) -> Mapping[str, Sequence[int]]:
+    """The texts that the processes have, each with their numbers."""
+    rows = _gathered(mesh, text.encode()[:_SHOWN].ljust(_SHOWN))
+    by_text: dict[str, list[int]] = {}
+    for device, row in zip(_devices(mesh), rows, strict=True):
+        processes = by_text.setdefault(row.decode(errors="ignore").rstrip(), [])
+        if device.process_index not in processes:
+            processes.append(device.process_index)
+    return by_text
 
 
 def _gathered(mesh: Mesh, row: bytes) -> list[bytes]:

@@ -427,6 +427,16 @@ def other_programs() -> Found:
     mesh = jax.make_mesh((LANES,), ("i",))
     double = sm.shard_map(lambda x: x * [1.0, 2.0][own], mesh, rows, rows)
     facts["grad"] = refusal(lambda: jax.grad(lambda x: double(x).sum())(jnp.asarray(X)))
+
+    def train(x: Any) -> Any:
+        return x * 2
+
+    def evaluate(x: Any) -> Any:
+        return x.sum()[None]
+
+    # Process 0 is at a call that process 1 does not make.
+    at = evaluate if own == 0 else train
+    facts["other_call"] = refusal(lambda: sm.shard_map(at, mesh, rows, rows)(X))
     return {}, facts
 
 

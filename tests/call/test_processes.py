@@ -187,6 +187,17 @@ def test_processes_that_trace_other_programs_are_refused(what: str, together: An
         assert fragment in line
 
 
+def test_a_call_that_only_one_process_makes_is_named(together: Any) -> None:
+    for name, (_, facts) in zip(("evaluate", "train"), together, strict=True):
+        assert facts["other_programs"]["other_call"] == (
+            f"StructureError: {name}: all processes must make the same calls in the same order, but they "
+            "are at different ones:\n  - process 0: evaluate\n  - process 1: train\n"
+            "Look for a call that only some processes make, as under `if jax.process_index() == 0`, or as "
+            "often as each has data. `explain`, `place` and `save` are such calls too. Make it in every "
+            "process, and print or write what it gives in one."
+        )
+
+
 def test_a_process_that_raises_while_it_traces_tells_the_others(together: Any) -> None:
     assert [facts["other_programs"]["raised"] for _, facts in together] == [
         "StructureError: stops: 1 process (1) raised an error while tracing it, which this process did not. "
