@@ -66,7 +66,12 @@ def _installed_by_pip(folder: str) -> frozenset[str]:
 
 def shown(file: str) -> str:
     """A file as messages name it: without its folder, and a cell of a notebook by its number."""
+    return cell_of(file) or os.path.basename(file)
+
+
+def cell_of(file: str) -> str | None:
+    """The name of a cell of a notebook, as IPython's tracebacks have it; `None` for any other file."""
     # IPython keeps the code of a cell under the name of a temporary file.
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell = shell.compile.format_code_name(file) if shell is not None else None
-    return " ".join(cell) if cell else os.path.basename(file)
+    return " ".join(cell) if cell else None

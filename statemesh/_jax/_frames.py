@@ -8,7 +8,7 @@ from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from .._base._libraries import OWN_FOLDER, is_library
+from .._base._libraries import OWN_FOLDER, cell_of, is_library
 from .._base._types import PyTree
 from . import _compat as compat
 
@@ -120,5 +120,5 @@ def frames_in(traceback: object) -> tuple[Frame, ...]:
 def user_line(frames: Sequence[Frame]) -> str:
     """The user's innermost line, as `file:line`; the file from the working directory, if it is below it."""
     here = os.getcwd() + os.sep
-    lines = (f"{file.removeprefix(here)}:{k}" for file, k in frames if not is_library(file))
-    return next(lines, "")
+    own = (frame for frame in frames if not is_library(frame[0]))
+    return next((f"{cell_of(file) or file.removeprefix(here)}:{k}" for file, k in own), "")

@@ -4,20 +4,15 @@ import importlib
 import pathlib
 import subprocess
 import sys
-import types
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh.testing import UntestedWarning, locate
-
-from .checked import check
+from statemesh.testing import locate
 
 
 MESH = AbstractMesh((4,), ("data",))
@@ -46,17 +41,41 @@ def test_a_package_in_a_folder_of_its_own(
     assert found.places[0].source == expected
 
 
-def test_a_cell_of_a_notebook_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = "/tmp/ipykernel_1/23.py"
-    names = {file: ("Cell", "In[3]")}
-    shell = types.SimpleNamespace(compile=types.SimpleNamespace(format_code_name=names.get))
-    ipython = types.SimpleNamespace(get_ipython=lambda: shell)
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    code = "def doubled(x):\n    return jax.lax.while_loop(lambda y: y.sum() < 1, lambda y: y * 1, x)\n"
-    cell: dict[str, Any] = {"jax": jax}
-    exec(compile(code, file, "exec"), cell)
-    with pytest.warns(UntestedWarning, match=r"The `while_loop` at Cell In\[3\]:2 was stopped"):
-        check(cell["doubled"], np.zeros(4, np.float32), in_specs=P(), out_specs=P())
+CELLS = """
+import statemesh.testing
+statemesh.testing.set_devices(4)
+import jax, jax.numpy as jnp, statemesh as sm
+from statemesh.testing import assert_equivalent
+rows, x = jax.P("data"), jnp.arange(12.0).reshape(4, 3)
+mesh = jax.make_mesh((4,), ("data",))
+
+# a cell
+def centred(x):
+    return x - x.mean(0)
+
+# a cell
+try:
+    assert_equivalent(sm.shard_map(centred, mesh, rows, rows), (x,))
+except AssertionError as error:
+    print(error)
+
+# a cell
+print(sm.shard_map(lambda x: sm.psum(x, "data"), mesh, rows, jax.P()).explain(x))
+"""
+
+
+def test_cells_of_a_notebook_are_named_by_their_numbers() -> None:
+    run_cells = (
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\n"
+        f"for cell in {CELLS!r}.split('# a cell'):\n"
+        "    shell.run_cell(cell.strip(), store_history=True).raise_error()\n"
+    )
+    command = [sys.executable, "-c", run_cells]
+    run = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
+    assert "centred: the calls do not agree, see Cell In[2]:2: " in run.stdout
+    assert "\n    Cell In[2]:2: return x - x.mean(0)\n" in run.stdout
+    assert "your code, Cell In[4]:1" in run.stdout
 
 
 def test_explain_names_the_code_of_the_command_line() -> None:

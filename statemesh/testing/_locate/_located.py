@@ -5,7 +5,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from ..._base._libraries import shown
+from ..._base._libraries import cell_of, shown
 from .. import _errors as errors
 from .._program._numbers import distances, numbers
 from .._types import AnyLeaf, Numbers
@@ -65,7 +65,8 @@ class Place:
     @property
     def where(self) -> str:
         """The line as one line of text."""
-        return f"{self.file}:{self.line}: {self.source}" if self.file else self.source
+        at = cell_of(self.file) or self.file
+        return f"{at}:{self.line}: {self.source}" if at else self.source
 
 
 @dataclasses.dataclass(frozen=True)
