@@ -49,4 +49,4 @@ else:
         return sorted({*globals(), *(name for name in vars(_engine) if not name.startswith("_"))})
 
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

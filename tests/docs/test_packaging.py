@@ -2,12 +2,15 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
 
 import pytest
+
+import statemesh as sm
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -50,6 +53,21 @@ def test_importing_loads_no_other_packages_and_starts_no_devices_and_names_a_mis
         "3",
         "",
     ]
+
+
+def test_the_pages_are_of_this_version() -> None:
+    pages = ROOT / "docs" / "pages"
+    newest = re.search(r"^## (\S+)$", (pages / "changelog.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == sm.__version__
+    major, minor, _ = map(int, sm.__version__.split("."))
+    assert f"This is version {major}.{minor}." in (pages / "stability.md").read_text()
+    for file in (
+        pages / "stability.md",
+        pages / "embedding.md",
+        ROOT / "docs/embedding/pyproject.toml",
+    ):
+        assert f"statemesh>={major}.{minor},<{major}.{minor + 1}" in file.read_text(), file
 
 
 def imported(files: Iterable[pathlib.Path]) -> set[str]:
