@@ -198,7 +198,8 @@ class Instance:
                 f"{name}: a state that stands in several places was written",
                 [f"{' and '.join(paths)} are one State object" for paths in bad],
                 "As soon as one is written, each place has a state of its own. Keep the state in one place; "
-                "tie what must be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`.",
+                "tie what must be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`. For "
+                "the slots of an optimizer write `slots = jax.tree.map(lambda x: x, slots)`.",
             )
         rules.refuse(name, leaving.mistakes)
         rules.check_entries(name, flat, entries, placements)

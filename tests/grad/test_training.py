@@ -193,3 +193,47 @@ def test_a_number_is_differentiated_in_a_mapped_call_if_it_is_outside(number: An
     mapped = sm.shard_map(step, make_mesh("4"), (P(), P("x")), P())
     inside, outside = mapped(model, x)[0], step(model, x)[0]
     assert structure(inside) == structure(outside)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_an_optimizer_that_calls_the_loss_itself(kind: AxisType) -> None:
+    optimizer = optax.lbfgs()
+    x, y = batch(0)
+    start = jnp.ones(3)
+
+    def squares(w: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((x @ w - y[:, 0]) ** 2)
+
+    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+        return squares(model["w"].value, x, y), model
+
+    def step(model: Any, slots: Any, x: Any, y: Any) -> Any:
+        (loss, model), grads = sm.value_and_grad(loss_fn, axis_name="x")(model, x, y)
+
+        def at(parameters: Any) -> Any:
+            return sm.pmean(squares(parameters["w"].value, x, y), "x")
+
+        parameters = sm.trainable(model)
+        options = {"value": loss, "grad": grads, "value_fn": at}
+        updates, slots = optimizer.update(grads, slots, parameters, **options)
+        return loss, eqx.apply_updates(model, updates), slots
+
+    rows = P("x")
+    sharded = sm.shard_map(step, make_mesh("4", kind), (None, None, rows, rows), (P(), P(), P()))
+    model = {"w": sm.ParamState(start)}
+    slots = optimizer.init(sm.trainable(model))
+    # Two of its slots are one State object at first, of which each call would make two.
+    with pytest.raises(sm.StructureError, match=r"`slots = jax\.tree\.map\(lambda x: x, slots\)`"):
+        sharded(model, slots, x, y)
+    slots = jax.tree.map(lambda x: x, slots)
+
+    w, plain_slots = start, optimizer.init(start)
+    for _ in range(4):
+        loss, model, slots = jax.block_until_ready(sharded(model, slots, x, y))
+        want, grads = jax.value_and_grad(squares)(w, x, y)
+        value_fn = functools.partial(squares, x=x, y=y)
+        options = {"value": want, "grad": grads, "value_fn": value_fn}
+        updates, plain_slots = optimizer.update(grads, plain_slots, w, **options)
+        w = optax.apply_updates(w, updates)
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(model["w"].value, w, rtol=1e-4, atol=1e-5)
