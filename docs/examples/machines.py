@@ -123,13 +123,13 @@ def launch(folder: str, machines: int) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("folder", help="where checkpoints are; all machines see it")
-    options.add_argument("--machines", type=int, default=2, help="1, 2, 4 or 8 processes")
+    options.add_argument("--machines", type=int, help="1, 2, 4 or 8 processes on this machine")
     chosen = options.parse_args()
-    if "SLURM_PROCID" in os.environ:
+    if chosen.machines:
+        launch(chosen.folder, chosen.machines)
+    else:
         jax.distributed.initialize()
         train(chosen.folder)
-    else:
-        launch(chosen.folder, chosen.machines)
 
 
 if __name__ == "__main__":

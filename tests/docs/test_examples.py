@@ -104,3 +104,11 @@ def test_machines_go_on_where_fewer_stopped_as_one_does(tmp_path: Path) -> None:
     alone = [loss for _ in range(2) for loss in machines(tmp_path / "one", 1)[1]]
     np.testing.assert_allclose(first + second, alone, rtol=1e-2, atol=1e-4)
     assert min(alone[-5:]) < alone[0] / 10
+
+
+def test_machines_that_a_launcher_started_start_no_others(tmp_path: Path) -> None:
+    script = DOCS / "examples" / "machines.py"
+    done = run_script(script, str(tmp_path / "run"), folder=tmp_path)
+    # Here is no launcher from which JAX could learn who the others are.
+    assert "coordinator_address should be defined" in done.stderr
+    assert "steps" not in done.stdout
