@@ -166,14 +166,16 @@ QUERIES = {
             "out of memory",
         ),
         *("LSTM", "Megatron", "pvary", "gradient clipping", "split_rngs"),
+        *("SplitArray", "AveragedWeights"),
     ),
-    "layers": ("batchnorm", "dropout", "equinox.nn.inference_mode"),
+    "faq": ("Mesh for all inputs should be equal",),
+    "layers": ("batchnorm", "dropout", "equinox.nn.inference_mode", "metrics"),
     "leaving-pmap": ("jax.pmap", "replicate"),
     "microbatches": ("memory",),
     "randomness": ("fold_in",),
     "recipes": ("mixed precision", "bfloat16"),
     "recipes-models": ("ring attention", "ensemble"),
-    "several-machines": ("slurm", "distributed.initialize", "kubernetes"),
+    "several-machines": ("slurm", "distributed.initialize", "kubernetes", "mpirun"),
     "specs-and-filters": ("set_mesh",),
 }
 
