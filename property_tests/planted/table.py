@@ -198,23 +198,22 @@ def _judged(outcomes: Sequence[Outcome]) -> str:
 def _all_planted(outcomes: Sequence[Outcome]) -> str:
     words = {"silent": "no", "found": "yes", "raised": "refused"}
     rows = [
-        (m.model, m.name, m.kind, m.line, *_in_each_dtype(outcomes, m.model, m.name, words))
-        for m in mistakes()
+        (m.model, m.name, m.kind, _in_dtypes(outcomes, m.model, m.name, words)) for m in mistakes()
     ]
-    return _rows(("model", "mistake", "kind", "line", *DTYPES), rows)
+    return _rows(("model", "mistake", "kind", "found"), rows)
 
 
 def _all_delicate(outcomes: Sequence[Outcome]) -> str:
     words = {"silent": "passed", "found": "accused"}
     names = dict.fromkeys(one.task.name for one in outcomes)
-    rows = [(name, *_in_each_dtype(outcomes, "", name, words)) for name in names]
-    return _rows(("program", *DTYPES), rows)
+    rows = [(name, _in_dtypes(outcomes, "", name, words)) for name in names]
+    return _rows(("program", "result"), rows)
 
 
-def _in_each_dtype(
-    outcomes: Sequence[Outcome], model: str, name: str, words: dict[str, str]
-) -> list[str]:
-    """The results of a case in these words; nothing in dtypes in which it was not run."""
+def _in_dtypes(outcomes: Sequence[Outcome], model: str, name: str, words: dict[str, str]) -> str:
+    """The result of a case in these words: one word, or one for each dtype if they differ."""
     those = [one for one in outcomes if (one.task.model, one.task.name) == (model, name)]
     results = {one.task.dtype: words.get(one.result, one.result) for one in those}
-    return [results.get(dtype, "") for dtype in DTYPES]
+    if len(set(results.values())) < 2:
+        return next(iter(results.values()), "")
+    return ", ".join(f"{results[dtype]} in {dtype}" for dtype in DTYPES if dtype in results)

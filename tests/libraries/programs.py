@@ -522,9 +522,22 @@ def _(p: Any, w: Any) -> Any:
 
 
 def table() -> str:
-    """The table of the page `any-library.md`."""
-    rows = ["| program | gradients | upstream | outcome |", "| --- | --- | --- | --- |"]
-    for each in PROGRAMS:
-        gradients = "compared" if each.differentiable else ""
-        rows.append(f"| {each.name} | {gradients} | {each.upstream} | {each.outcome} |")
-    return "\n".join(rows) + "\n"
+    """The table of the page `any-library.md`, which has a row for each library."""
+    head = ("library", "runs, with its gradients", "runs", "does not run, or differs", "upstream")
+    rows = [head, ("---",) * len(head)]
+    named = [(*each.name.split(": ", 1), each) for each in PROGRAMS]
+    for library in dict.fromkeys(library for library, _, _ in named):
+        those = [(name, each) for one, name, each in named if one == library]
+        runs = [(name, each.differentiable) for name, each in those if each.outcome == "runs"]
+        others: dict[str, list[str]] = {}
+        for name, each in those:
+            if each.outcome != "runs":
+                others.setdefault(each.outcome, []).append(name)
+        cells = (
+            "; ".join(name for name, differentiable in runs if differentiable),
+            "; ".join(name for name, differentiable in runs if not differentiable),
+            "; ".join(f"{', '.join(names)}: {outcome}" for outcome, names in others.items()),
+            ", ".join(dict.fromkeys(each.upstream for _, each in those if each.upstream)),
+        )
+        rows.append((library, *cells))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

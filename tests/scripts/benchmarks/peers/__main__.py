@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
 
 def show(options: argparse.Namespace) -> None:
     about, runs = read(options.file)
-    about = f"{about}. Medians, microseconds; first and second call milliseconds; bytes."
+    about = f"{about}. Medians, microseconds; first call milliseconds; bytes."
     print("\n".join([about, "", *tables(runs)]))
     if options.write is not None:
         put(options.write, about, runs)

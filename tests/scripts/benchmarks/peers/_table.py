@@ -11,10 +11,7 @@ from tests.scripts.benchmarks.peers._run import Row
 
 
 BEGIN, END = "<!-- table of {}: begin -->", "<!-- table of {}: end -->"
-HEAD = (
-    "| program | axes | devices | states | | wall | to hand | host | to hand | first | second | traces "
-    "| compiles | held | moved |"
-)
+HEAD = "| program | axes | devices | states | | wall | to hand | host | to hand | first | held |"
 
 
 HEAD_OF_MODELS = (
@@ -83,9 +80,10 @@ def table(runs: Sequence[Sequence[Row]]) -> list[str]:
         if row.wall is not None and not row.peer.startswith(FLOOR):
             quickest[_case(row)] = min(row.wall, quickest.get(_case(row), row.wall))
     for row in found:
-        place = f"| {row.kind} | {row.axes} | {row.devices} | {row.states} | {row.peer} |"
+        anew = ", compiling at every call" if row.traces or row.compiles else ""
+        place = f"| {row.kind} | {row.axes} | {row.devices} | {row.states} | {row.peer}{anew} |"
         if row.wall is None or row.host is None:
-            lines.append(f"{place} {row.refused} |" + " |" * 9)
+            lines.append(f"{place} {row.refused} |" + " |" * 5)
             continue
         mark = "**" if row.wall == quickest.get(_case(row)) else ""
         shown = [
@@ -94,11 +92,7 @@ def table(runs: Sequence[Sequence[Row]]) -> list[str]:
             f"{1e6 * row.host:.0f}",
             _range([_ratio(row, rows, "host") for rows in runs]),
             f"{1e3 * (row.first or 0):.0f}",
-            f"{1e3 * (row.second or 0):.1f}",
-            f"{row.traces:.3g}",
-            f"{row.compiles:.3g}",
             "" if row.peak is None else f"{row.peak:.0f}",
-            "" if row.moved is None else f"{row.moved:.0f}",
         ]
         lines.append(f"{place} {' | '.join(shown)} |")
     return lines
