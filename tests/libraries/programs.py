@@ -525,9 +525,11 @@ def table() -> str:
     """The table of the page `any-library.md`, which has a row for each library."""
     head = ("library", "runs, with its gradients", "runs", "does not run, or differs", "upstream")
     rows = [head, ("---",) * len(head)]
-    named = [(*each.name.split(": ", 1), each) for each in PROGRAMS]
-    for library in dict.fromkeys(library for library, _, _ in named):
-        those = [(name, each) for one, name, each in named if one == library]
+    by_library: dict[str, list[tuple[str, Program]]] = {}
+    for each in PROGRAMS:
+        library, name = each.name.split(": ", 1)
+        by_library.setdefault(library, []).append((name, each))
+    for library, those in by_library.items():
         runs = [(name, each.differentiable) for name, each in those if each.outcome == "runs"]
         others: dict[str, list[str]] = {}
         for name, each in those:

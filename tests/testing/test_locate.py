@@ -76,8 +76,21 @@ def test_where_nothing_is_wrong() -> None:
     assert locate(on_mesh(lambda x: x - lax.pmean(x.mean(0), "data")), X) is None
 
 
+def test_numbers_that_hide_the_line() -> None:
+    def weighed(x: Any) -> Any:
+        share = (x > 0).mean(0)  # of its own rows
+        return jnp.sign(x) * share
+
+    found = located(weighed, np.tile(X[:2], (4, 1)))
+    assert found.generic
+    assert found.places[0].line == line_with("of its own rows")
+    assert str(found).endswith(
+        "\nWith the arguments of the call all agrees: these are generic numbers."
+    )
+
+
 def test_a_failure_of_locate_is_told_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    def places(comparison: Any) -> Any:
+    def places(*_: Any) -> Any:
         raise KeyError("a bug")
 
     monkeypatch.setattr(_locate, "places", places)
@@ -523,6 +536,52 @@ def test_a_line_is_put_right_with_its_derivative() -> None:
 
     found = located(step, X[0], X, in_specs=(P(), ROWS), out_specs=P())
     assert found.places[0].line == line_with("by its own rows")
+
+
+def test_a_sum_too_many_inside_of_a_loss() -> None:
+    """It makes the loss right on all shards, and the gradient too large."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return lax.psum((jnp.sin(x @ w) ** 2).sum(), "data")  # summed inside
+
+    def step(w: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(w, x)
+        value = lax.psum(value, "data")
+        grads = lax.psum(grads, "data")
+        return value, w - 0.1 * grads
+
+    found = located(step, X[0], X, in_specs=(P(), ROWS), out_specs=P())
+    assert found.places[0].line == line_with("summed inside")
+
+
+def averaged(w: Any, bias: Any, x: Any) -> Any:
+    def loss(w: Any, bias: Any) -> Any:
+        return (jnp.sin(x @ w + bias) ** 2).mean()
+
+    of_both = jax.grad(loss, (0, 1))(w, bias)  # asks for both
+    of_w, of_bias = of_both[0] / lax.axis_size("data"), of_both[1]  # one of them
+    return of_w, of_bias
+
+
+def test_a_gradient_that_is_too_large_as_it_comes_out() -> None:
+    """No step of the program is at fault: one is missing."""
+    # The check of replication sums it over shards.
+    mapped = sm.shard_map(averaged, MESH, (P(), P(), ROWS), P())
+    found = locate(mapped, X[0], X[0, 0], X)
+    assert found is not None
+    texts = "asks for both", "one of them"
+    assert [place.line for place in found.places[:2]] == [*map(line_with, texts)]
+    assert found.cause is None
+
+
+def test_a_line_that_only_hands_a_part_on() -> None:
+    def part(x: Any) -> Any:
+        own, rest = x.sum(0) / 2, 1  # a part of it
+        return own, rest  # not made whole
+
+    found = located(lambda x: jnp.tanh(part(x)[0]), out_specs=P())
+    texts = "a part of it", "not made whole"
+    assert [place.line for place in found.places[:2]] == [*map(line_with, texts)]
 
 
 # Loops, pieces, truths, calls: lines that come before others that are as wrong

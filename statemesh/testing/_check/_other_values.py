@@ -38,7 +38,7 @@ def counts(limits: Sequence[int]) -> list[int]:
 _LARGE = 3e4
 
 
-def generic(args: PyTree, kept: Collection[str]) -> PyTree:
+def generic(args: PyTree, kept: Collection[str], seed: int = 1) -> PyTree:
     """Arguments with random values in the range of the given ones.
 
     The values that Hypothesis shrinks to are zeros and ones, for which many mistakes look alike.
@@ -48,7 +48,7 @@ def generic(args: PyTree, kept: Collection[str]) -> PyTree:
     - `args`: the tuple of the positional arguments and the dictionary of the others.
     - `kept`: the paths of arguments, or of parts of them, that keep their values.
     """
-    return _changed(args, kept, _generic, in_states=True)
+    return _changed(args, kept, _generic, in_states=True, seed=seed)
 
 
 def later(

@@ -218,6 +218,8 @@ class Comparison:
         value, self.relations[x] = self.values[x], None
         if want is not None:
             unit = self._unit(value)
+            # Sums over infinities of both signs are no numbers.
+        with np.errstate(all="ignore"):
             self.relations[x] = relation(value, want, self.scopes[x], size, unit)
             if self._bytes <= _MOST_BYTES:
                 self.wants[x] = want

@@ -8,6 +8,7 @@ or they become what a simple change of the line would make. Only the nodes after
 import builtins
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -37,6 +38,8 @@ _MOST_LINES = 3
 
 # The reductions that are tried to put the results right.
 _REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}
+# The primitives that sum over shards.
+_SUMS = ("psum", "psum_invariant")
 # How far a value moves between shards, with the words for it.
 _SHIFTS = {1: "a move to the next shard", -1: "a move to the shard before", 0: "no move"}
 _LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
@@ -61,6 +64,11 @@ class Change:
 
     make: Callable[[Read], Numbers]
     scope: MappedAxes | None = None
+
+    def made(self, read: Read) -> Numbers:
+        """The changed numbers; those that overflow are infinite, as on devices."""
+        with np.errstate(all="ignore"):
+            return self.make(read)
 
 
 Changes: TypeAlias = Mapping[int, Change]
@@ -127,7 +135,7 @@ class Reruns:
         for node in needed(self.comparison.mesh.nodes, [value]):
             run.compute(node)
         read = run.reader(change.scope or self.comparison.scopes[value])
-        return read(value), change.make(read)
+        return read(value), change.made(read)
 
 
 class _Rerun:
@@ -167,7 +175,7 @@ class _Rerun:
         if change is None:
             return
         scope = change.scope or self._comparison.scopes[x]
-        numbers, old = change.make(self.reader(scope)), self._values[x]
+        numbers, old = change.made(self.reader(scope)), self._values[x]
         if is_key(old.x):
             impl = jax.random.key_impl(old.x)
             keys = jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
@@ -231,21 +239,59 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         return
     # A line with a collective of its own may have the wrong one.
     is_added = not any(node.name in RULES for node in suspect.nodes)
+    # What is missing in a derivative stands after it as a rule, where it comes out.
+    cost = int(suspect.transposed)
     for at, (name, size) in enumerate(scope.sizes.items()):
         equal = [
             np.allclose(array, array.take([0], at), rtol=1e-10, atol=0, equal_nan=True)
             for array in arrays.values()
         ]
         for collective, reduce in _REDUCTIONS.items() if not any(equal) else ():
-            changes = {
-                x: constant(np.broadcast_to(reduce(array, axis=at, keepdims=True), array.shape))
-                for x, array in arrays.items()
-            }
-            yield Trial(suspect, changes, 0, f"with jax.lax.{collective}(..., {name!r})", True)
+            changes = {x: _reduced(x, reduce, at) for x in arrays}
+            yield Trial(suspect, changes, cost, f"with jax.lax.{collective}(..., {name!r})", True)
         for factor in (size, 1 / size) if size > 1 and all(equal) else ():
-            changes = {x: constant(array * factor) for x, array in arrays.items()}
+            changes = {x: _multiplied(x, factor) for x in arrays}
             scaled = "multiplied" if factor > 1 else "divided"
-            yield Trial(suspect, changes, 0, f"{scaled} by the number of shards, {size},", is_added)
+            words = f"{scaled} by the number of shards, {size},"
+            yield Trial(suspect, changes, cost, words, is_added)
+
+
+def unreduced(comparison: Comparison) -> Iterator[Trial]:
+    """Lines without their sums or means over shards, in their derivatives too.
+
+    What a sum too many makes is right on every shard. Only a derivative, or a later sum, is too large by it.
+    """
+    sums: dict[SourceLine, list[Node]] = {}
+    for node in comparison.mesh.nodes:
+        if node.line is not None and node.name in _SUMS and names_of(node.eqn):
+            sums.setdefault(node.line, []).append(node)
+    for line, nodes in sums.items():
+        suspect = Suspect(line, False, nodes, [x for node in nodes for x in node.results], "other")
+        for is_mean in (False, True):
+            # A mean is a sum, divided by the number of shards after it.
+            changes = {
+                x: _multiplied(source, _count_of_shards(node) if is_mean else 1)
+                for node in nodes
+                for x, source in zip(node.results, node.operands, strict=True)
+            }
+            yield Trial(suspect, changes, 0)
+
+
+def _count_of_shards(node: Node) -> int:
+    """Over how many shards a node reduces."""
+    return math.prod(node.scope.sizes[name] for name in names_of(node.eqn))
+
+
+def _multiplied(source: int, factor: float) -> Change:
+    return Change(lambda read: read(source) * factor)
+
+
+def _reduced(source: int, reduce: Callable[..., Any], at: int) -> Change:
+    def make(read: Read) -> Numbers:
+        array = read(source)
+        return np.broadcast_to(reduce(array, axis=at, keepdims=True), array.shape)
+
+    return Change(make)
 
 
 def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
@@ -393,7 +439,10 @@ _OF_COLLECTIVES = {"ppermute": [_moves], "axis_index": [_indices]}
 
 
 def mending(
-    reruns: Reruns, suspects: Sequence[Suspect], others: Sequence[Suspect] | None
+    reruns: Reruns,
+    suspects: Sequence[Suspect],
+    others: Sequence[Suspect] | None,
+    again: Callable[[], Reruns] | None,
 ) -> list[Trial]:
     """The trials that put all results right, the likeliest first.
 
@@ -402,18 +451,25 @@ def mending(
     - `suspects`: the lines that lead to wrong results.
     - `others`: the lines whose values may be wrong though they are those of one device, if any change may
         be tried.
+    - `again`: gives the program with other arguments, of which the results have to be right too: a few
+        numbers may be right by accident. None inside of loops.
     """
     comparison = reruns.comparison
     trials = [x for suspect in suspects for x in reductions(comparison, suspect)]
-    for suspect in (*suspects, *others) if others is not None else ():
-        trials += simple_changes(comparison, suspect)
+    if others is not None:
+        trials += unreduced(comparison)
+        for suspect in (*suspects, *others):
+            trials += simple_changes(comparison, suspect)
     good, most = [], reruns.nodes_run + _MOST_NODES
     for trial in sorted(trials, key=lambda x: x.cost):
         if reruns.nodes_run > most:
             break
         if reruns.mends(trial.changes):
             good.append(trial)
-    return good
+    if not good or again is None:
+        return good
+    others_run = again()
+    return [trial for trial in good if others_run.mends(trial.changes)]
 
 
 def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> str | None:

@@ -1,21 +1,24 @@
 """`locate`: the line at which a call on a mesh stops computing what it computes on one device."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
 from ..._jax._frames import without_own_frames
 from .. import _errors as errors
+from .._check._other_values import generic
 from .._program._doubled import widened
-from .._program._lines import SourceLine
+from .._program._lines import SourceLine, callers_of, first_use
 from .._program._numbers import is_inexact, is_numpy, promoted
 from .._program._stacked import as_names, names_of_spec
 from .._program._trace import (
@@ -41,6 +44,9 @@ from ._located import (
 from ._suspects import Suspect, is_first, others, suspects_of
 
 
+# Gives the program with other arguments.
+Again: TypeAlias = Callable[[], Reruns]
+
 # A report names so many.
 _MOST_PLACES = 3
 _NO_LINE = "this result, made by no line of yours"
@@ -61,7 +67,8 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
     **Arguments:**
 
     - `mapped`: the result of `shard_map`, `pmap2` or `vmap2`. The mesh may be a `jax.sharding.AbstractMesh`.
-    - `args`, `kwargs`: the arguments of the call. Generic numbers tell more than zeros and ones.
+    - `args`, `kwargs`: the arguments of the call. Generic numbers tell more than zeros and ones: where all
+        agrees, such numbers of the same shapes are tried too.
 
     **Returns:** a `Located`, whose text is a report; `None` if the results and their derivatives agree. Where
     the results agree, the derivatives of a weighted sum of them are compared. A line in a loop comes with the
@@ -92,7 +99,14 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
     if not isinstance(mapped, sm.StatefulMapping):
         expected = "what shard_map, pmap2 or vmap2 returned"
         raise errors.bad_keyword("locate", "mapped", mapped, expected)
-    return located(mapped, mapped.unsharded, args, kwargs)
+    call = (args, kwargs)
+    found = located(mapped, mapped.unsharded, *call)
+    if found is not None:
+        return found
+    # Where all agrees, the values may hide the line: a count of what never happens is right on every shard.
+    arrays = jax.tree.map(lambda x: jnp.asarray(x) if is_numpy(x) else x, call)
+    found = located(mapped, mapped.unsharded, *generic(arrays, kept=()))
+    return None if found is None else dataclasses.replace(found, generic=True)
 
 
 def located(
@@ -173,11 +187,21 @@ def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True)
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
             comparison = compare_traced(traces, values, wide=wide)
             if not all(comparison.right):
-                return dataclasses.replace(_located(comparison, traces, call), rounding=not wide)
+                other = generic(arrays, kept=(), seed=2)
+                others = widened(other).values if wide else jax.tree.map(on_one_device, other)
+                again = functools.partial(_run_again, traces, others, wide=wide)
+                found = _located(comparison, traces, call, again)
+                return dataclasses.replace(found, rounding=not wide)
     return None
 
 
-def _located(comparison: Comparison, traces: Sequence[Trace], call: PyTree) -> Located:
+def _run_again(traces: Sequence[Trace], values: PyTree, *, wide: bool) -> Reruns:
+    return Reruns(compare_traced(traces, values, wide=wide))
+
+
+def _located(
+    comparison: Comparison, traces: Sequence[Trace], call: PyTree, again: Again
+) -> Located:
     """Where two traced calls differ, by what speaks for it: specs, then lines, then the result itself."""
     names, paths = ("args", "kwargs"), traces[0].paths
     # What a user would type for each array of the arguments.
@@ -188,7 +212,7 @@ def _located(comparison: Comparison, traces: Sequence[Trace], call: PyTree) -> L
     ]
     likeliest, reason = _wrong_specs(comparison, paths, arguments), None
     if not likeliest:
-        likeliest, reason = places(comparison)
+        likeliest, reason = places(comparison, again)
     if not likeliest:
         number = comparison.right.index(False)
         types = [traced.closed.out_avals[number] for traced in traces]
@@ -268,9 +292,14 @@ _COST_OF_EVIDENCE = {
     "unshaped": 4,
     "unsure": 2,
     "related": 1,
+    "derivative": 2,
     "index": 5,
     "after": 3,
 }
+# After a line that makes partial results any other one may be to blame.
+_UNDECIDED = ("related", "derivative")
+# What makes their values whole may be missing on a later line.
+_INCOMPLETE = (*_UNDECIDED, "unsure")
 # A mistake in a line shows in its derivative too.
 _COST_OF_DERIVATIVE = 1
 # Not all results are known to be right with right values at the line: some stay wrong, or the values were not
@@ -278,15 +307,20 @@ _COST_OF_DERIVATIVE = 1
 _COST_OF_OUTCOME: Mapping[Outcome | None, int] = {"all": 0, "some": 3, None: 3, "none": 6}
 
 
-def places(comparison: Comparison) -> tuple[list[Place], str | None]:
-    """The likeliest places, and what puts all results right if that is sure."""
+def places(comparison: Comparison, again: Again | None = None) -> tuple[list[Place], str | None]:
+    """The likeliest places, and what puts all results right if that is sure.
+
+    **Arguments:**
+
+    - `again`: gives the program with other arguments.
+    """
     reruns, suspects = Reruns(comparison), suspects_of(comparison)
     outcomes: dict[Suspect, Outcome | None] = {}
     is_done = False
     for suspect in suspects:
         # Right values at a line after one that puts everything right would do so too.
         outcomes[suspect] = None if is_done else reruns.try_right(suspect)
-        is_done |= outcomes[suspect] == "all" and suspect.evidence != "related"
+        is_done |= outcomes[suspect] == "all" and suspect.evidence not in _UNDECIDED
     lines = [suspect for suspect in suspects if suspect.line]
     is_sure = comparison.matched and any(
         outcomes[suspect] == "all"
@@ -295,7 +329,8 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
         and comparison.pieces.keys().isdisjoint(suspect.values)
         for suspect in lines
     )
-    trials = mending(reruns, lines, None if is_sure else others(comparison, suspects))
+    changed = [suspect for suspect in lines if suspect.evidence != "derivative"]
+    trials = mending(reruns, changed, None if is_sure else others(comparison, suspects), again)
     # The cost of an intervention, the position of its line in the program, and the line.
     positions = {suspect: position for position, suspect in enumerate(suspects)}
     interventions = []
@@ -323,9 +358,32 @@ def places(comparison: Comparison) -> tuple[list[Place], str | None]:
         if deeper and not shown:
             reason = reason_inside
         trial = next((trial for trial in trials if trial.suspect.line == suspect.line), None)
-        for place in deeper or [_place(reruns, suspect, trial)]:
+        for place in deeper or _places_at(reruns, suspect, trial):
             shown.setdefault((place.file, place.line), place)
     return list(shown.values())[:_MOST_PLACES], reason
+
+
+def _places_at(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> list[Place]:
+    """The place of a line, and that of the next one if something may be missing there."""
+    place, after = _place(reruns, suspect, trial), _handed_on(reruns.comparison, suspect)
+    if after is None:
+        return [place]
+    return [place, dataclasses.replace(place, line=after.number, source=after.source)]
+
+
+def _handed_on(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
+    """The next line that reads what a line makes, where it computes nothing from that.
+
+    That is a line such as `return own`, which lacks what makes the parts of a sum whole.
+    """
+    if suspect.line is None or suspect.transposed or suspect.evidence not in _INCOMPLETE:
+        return None
+    use, values = first_use(suspect.line), {*suspect.values}
+    readers = [node for node in comparison.mesh.nodes if not values.isdisjoint(node.operands)]
+    # A function that one of both lines calls may read them too.
+    calling = {line for node in readers for line in callers_of(node.eqn)}
+    is_read = use in calling or any(node.line == use for node in readers)
+    return None if is_read or suspect.line in calling else use
 
 
 def _places_inside(comparison: Comparison, suspect: Suspect) -> tuple[list[Place], str | None]:

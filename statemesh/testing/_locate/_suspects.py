@@ -2,13 +2,13 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
-from .._program._lines import SourceLine, callers_of
+from .._program._lines import SourceLine, callers_of, line_of_gradient
 from ._compare import Comparison, right_values
 from ._graph import Node
 
@@ -30,11 +30,12 @@ _REDUCTIONS = ("psum", "pmax", "pmin")
 # - "unsure": the same, but it reads what differs because of the index of a shard, or gives positions in the
 #   shard's own part;
 # - "related": it makes partial results and multiples only;
+# - "derivative": it asks for derivatives, and they are multiples as they come out;
 # - "index": it makes only what differs because of the index of a shard;
 # - "after": what it reads is wrong already;
 # - "other": it makes what one device has.
 Evidence: TypeAlias = Literal[
-    "first", "reduced", "unshaped", "unsure", "related", "index", "after", "other"
+    "first", "reduced", "unshaped", "unsure", "related", "derivative", "index", "after", "other"
 ]
 
 
@@ -59,7 +60,7 @@ class Suspect:
 
 
 def suspects_of(comparison: Comparison) -> list[Suspect]:
-    """The lines that lead to wrong results, in the order of the program."""
+    """The lines that lead to wrong results, in the order of the program; those of derivatives come first."""
     values = _wrong_values(comparison)
     nodes = [node for node in comparison.mesh.nodes if not values.isdisjoint(node.results)]
     lines = _lines(nodes)
@@ -81,7 +82,33 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
         if evidence in ("first", "unshaped") and (call := _wrong_call(comparison, group)):
             line, evidence = call, "first"
         suspects.append(Suspect(line, transposed, group, handed_on, evidence))
-    return suspects
+    return [*_gradients(comparison, values, readers), *suspects]
+
+
+def _gradients(
+    comparison: Comparison, values: set[int], readers: Mapping[int, set[Node]]
+) -> list[Suspect]:
+    """The lines that ask for derivatives which are multiples as they come out.
+
+    What is missing then stands after the line or is an option of the call, so that no step of the program
+    shows it. Parts of a sum are no such evidence: in right programs a later line makes them whole.
+    """
+    by_line: dict[SourceLine, dict[int, Node]] = {}
+    for node in comparison.mesh.nodes:
+        line = line_of_gradient(node.eqn) if node.transposed else None
+        come_out = [x for x in node.results if not all(y.transposed for y in readers[x])]
+        if line is not None:
+            by_line.setdefault(line, {}).update((x, node) for x in come_out if x in values)
+    return [
+        Suspect(line, False, list(makers.values()), list(makers), "derivative")
+        for line, makers in by_line.items()
+        if makers and all(_is_multiple(comparison, x) for x in makers)
+    ]
+
+
+def _is_multiple(comparison: Comparison, value: int) -> bool:
+    known = comparison.relations[value]
+    return known is not None and known.factor != 1
 
 
 def _wrong_values(comparison: Comparison) -> set[int]:

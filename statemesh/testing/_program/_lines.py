@@ -1,13 +1,20 @@
 """The line of the user's code that an equation comes from."""
 
+import ast
 import dataclasses
+import functools
 import itertools
 import linecache
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..._base._libraries import OWN_FOLDER, is_library, shown
 from ._jaxprs import Equation
+
+
+# The check differentiates calls too.
+_OF_CHECK = os.path.join(OWN_FOLDER, "testing") + os.sep
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -44,6 +51,62 @@ def _lines(eqn: Equation) -> Iterator[SourceLine]:
     for frame in _frames(eqn):
         if not is_library(frame.file_name):
             yield SourceLine(frame.file_name, frame.line_num)
+
+
+def line_of_gradient(eqn: Equation) -> SourceLine | None:
+    """The user's line that asks for the derivative to which an equation belongs; `None` if the check does."""
+    frames = itertools.dropwhile(lambda frame: frame.function_name != "vjp", _frames(eqn))
+    for frame in frames:
+        if frame.file_name.startswith(_OF_CHECK):
+            return None
+        if not is_library(frame.file_name):
+            return SourceLine(frame.file_name, frame.line_num)
+    return None
+
+
+def first_use(line: SourceLine) -> SourceLine | None:
+    """The next line of the same function that reads a variable which a line assigns."""
+    around = _around(line)
+    functions = [x for x in around if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+    statements = [x for x in around if not hasattr(x, "body")]
+    if not functions or not statements:
+        return None
+    lambdas = [x for x in ast.walk(statements[-1]) if isinstance(x, ast.Lambda)]
+    if any(x.lineno <= line.number <= (x.end_lineno or 0) for x in lambdas):
+        # What a lambda makes is not what its statement assigns.
+        return None
+    assigned = {
+        node.id
+        for node in ast.walk(statements[-1])
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    end = statements[-1].end_lineno or line.number
+    uses = [
+        node.lineno
+        for node in ast.walk(functions[-1])
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in assigned
+    ]
+    after = [use for use in uses if use > end]
+    return SourceLine(line.file, min(after)) if after else None
+
+
+def _around(line: SourceLine) -> list[ast.stmt]:
+    """The statements that a line is a part of, the innermost last."""
+    source = "".join(linecache.getlines(line.file))
+    return [
+        node
+        for node in ast.walk(_parsed(source))
+        if isinstance(node, ast.stmt) and node.lineno <= line.number <= (node.end_lineno or 0)
+    ]
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(source: str) -> ast.Module:
+    """The syntax tree of a file; an empty one where it is none of Python's, as in a notebook."""
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return ast.Module([], [])
 
 
 def frames_below(eqn: Equation) -> list[str]:
