@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import RangeWarning, UntestedWarning, assert_equivalent
-from statemesh.testing._check._other_values import counts
 from statemesh.testing._program._counters import counters, limits_of
 from statemesh.testing._program._literals import Exact
 from statemesh.testing._program._noise import Noisy
+from statemesh.testing._program._other_values import counts
 from tests.helpers import slow
 
 from .checked import assert_accused, check, report

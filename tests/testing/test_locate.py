@@ -76,19 +76,6 @@ def test_where_nothing_is_wrong() -> None:
     assert locate(on_mesh(lambda x: x - lax.pmean(x.mean(0), "data")), X) is None
 
 
-def test_numbers_that_hide_the_line() -> None:
-    def weighed(x: Any) -> Any:
-        share = (x > 0).mean(0)  # of its own rows
-        return jnp.sign(x) * share
-
-    found = located(weighed, np.tile(X[:2], (4, 1)))
-    assert found.generic
-    assert found.places[0].line == line_with("of its own rows")
-    assert str(found).endswith(
-        "\nWith the arguments of the call all agrees: these are generic numbers."
-    )
-
-
 def test_a_failure_of_locate_is_told_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def places(*_: Any) -> Any:
         raise KeyError("a bug")

@@ -17,12 +17,13 @@ from ..._jax._frames import stacklevel, without_own_frames
 from .. import _errors as errors
 from .._caches import environment, held_by
 from .._errors import check
+from .._program._other_values import as_arrays
+from .._program._paths import is_within, path_of
 from .._program._trace import name_of
 from .._types import Args, Fun, PyTree, tree_util
 from ._check import Check, Checked
-from ._feedback import Named, is_within, path_of
+from ._feedback import Named
 from ._jitted import is_jitted, jitted_on_meshes, refused
-from ._other_values import as_arrays
 from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
 from ._progress import progress
 from ._subject import Subject

@@ -17,6 +17,7 @@ import statemesh as sm
 from .._locate import _locate
 from .._locate._locate import located_or_why
 from .._locate._located import Located
+from .._program import _other_values as values
 from .._program._choices import Choice
 from .._program._doubled import Doubled, Wide, narrowed, widened
 from .._program._jaxprs import Equation
@@ -25,7 +26,6 @@ from .._program._literals import lost_literals
 from .._program._numbers import FEW_RUNS, Rounding, numbers
 from .._program._trace import on_one_device
 from .._types import Args, Numbers, PyTree
-from . import _other_values as values
 from . import _report as report
 from ._bitwise import labels_of_equal_bits
 from ._first_wrong import first_wrong
@@ -584,6 +584,7 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> tuple[list[str], s
             *args,
             results=generic or not gradient,
             gradient=gradient,
+            kept=subject.keep,
         )
         if place is not None:
             lines = [f"  {line}" for line in str(place).splitlines()]

@@ -16,6 +16,7 @@ import statemesh as sm
 from .. import _errors as errors
 from .._caches import is_hashable
 from .._program._numbers import has_shape, is_key, is_numeric
+from .._program._paths import owners, path_of
 from .._types import AnyLeaf, Args, PyTree, tree_util
 
 
@@ -86,22 +87,6 @@ def parts_of(node: PyTree, keys: tuple[Any, ...] = (), start: int = 0) -> list[S
         type(node) not in (tuple, list, type(None)) or any(head.is_named for head in heads),
     )
     return [whole, *inner]
-
-
-def path_of(keys: tuple[AnyLeaf, ...]) -> str:
-    """The path of an argument as the user would type it, from its path in the pair of all arguments."""
-    return f"{('args', 'kwargs')[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}"
-
-
-def owners(tree: PyTree, is_owner: Callable[[object], bool]) -> list[PyTree]:
-    """For each leaf of a tree the node of a kind that it is in, or the leaf itself."""
-    nodes = tree_util.tree_leaves(tree, is_leaf=is_owner)
-    return [node for node in nodes for _ in tree_util.tree_leaves(node)]
-
-
-def is_within(path: str, outer: str) -> bool:
-    """Whether a path leads to a tree, or to a part of it."""
-    return path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
 
 
 def kind_of(x: AnyLeaf) -> str:

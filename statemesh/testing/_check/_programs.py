@@ -25,10 +25,10 @@ from .._program._numbers import (
     distances,
     is_inexact,
 )
+from .._program._paths import owners
 from .._program._replay import BrokenPromise
 from .._program._trace import is_array_or_type, leaf_key, name_of, trace_exactly, weighted_gradient
 from .._types import AnyLeaf, AnyMesh, Args, Fun, Numbers, PyTree, tree_util
-from ._feedback import owners
 
 
 Entry = TypeVar("Entry")

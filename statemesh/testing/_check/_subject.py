@@ -12,8 +12,9 @@ import statemesh as sm
 from .._caches import environment, held_by
 from .._program._doubled import widened
 from .._program._numbers import numbers
+from .._program._paths import owners, path_of
 from .._types import Args, Fun, Numbers, PyTree, tree_util
-from ._feedback import Named, find, left_out, owners, path_of
+from ._feedback import Named, find, left_out
 from ._judge import ResultLeaf
 from ._programs import (
     FunctionOnMesh,

@@ -10,8 +10,9 @@ import numpy as np
 import statemesh as sm
 
 from .._program._numbers import data_of, equal, is_key
+from .._program._paths import path_of
 from .._types import AnyLeaf, Args, PyTree
-from ._feedback import parts_of, path_of
+from ._feedback import parts_of
 from ._subject import Subject
 
 

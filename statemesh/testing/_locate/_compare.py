@@ -219,8 +219,8 @@ class Comparison:
         if want is not None:
             unit = self._unit(value)
             # Sums over infinities of both signs are no numbers.
-        with np.errstate(all="ignore"):
-            self.relations[x] = relation(value, want, self.scopes[x], size, unit)
+            with np.errstate(all="ignore"):
+                self.relations[x] = relation(value, want, self.scopes[x], size, unit)
             if self._bytes <= _MOST_BYTES:
                 self.wants[x] = want
 

@@ -468,7 +468,10 @@ def mending(
             good.append(trial)
     if not good or again is None:
         return good
-    others_run = again()
+    try:
+        others_run = again()
+    except Exception:  # A function may raise any error for values that it was not written for.
+        return good
     return [trial for trial in good if others_run.mends(trial.changes)]
 
 

@@ -4,22 +4,21 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
 from ..._jax._frames import without_own_frames
 from .. import _errors as errors
-from .._check._other_values import generic
 from .._program._doubled import widened
 from .._program._lines import SourceLine, callers_of, first_use
 from .._program._numbers import is_inexact, is_numpy, promoted
+from .._program._other_values import generic
 from .._program._stacked import as_names, names_of_spec
 from .._program._trace import (
     NO_MESH,
@@ -67,8 +66,7 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
     **Arguments:**
 
     - `mapped`: the result of `shard_map`, `pmap2` or `vmap2`. The mesh may be a `jax.sharding.AbstractMesh`.
-    - `args`, `kwargs`: the arguments of the call. Generic numbers tell more than zeros and ones: where all
-        agrees, such numbers of the same shapes are tried too.
+    - `args`, `kwargs`: the arguments of the call. Generic numbers tell more than zeros and ones.
 
     **Returns:** a `Located`, whose text is a report; `None` if the results and their derivatives agree. Where
     the results agree, the derivatives of a weighted sum of them are compared. A line in a loop comes with the
@@ -99,14 +97,7 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
     if not isinstance(mapped, sm.StatefulMapping):
         expected = "what shard_map, pmap2 or vmap2 returned"
         raise errors.bad_keyword("locate", "mapped", mapped, expected)
-    call = (args, kwargs)
-    found = located(mapped, mapped.unsharded, *call)
-    if found is not None:
-        return found
-    # Where all agrees, the values may hide the line: a count of what never happens is right on every shard.
-    arrays = jax.tree.map(lambda x: jnp.asarray(x) if is_numpy(x) else x, call)
-    found = located(mapped, mapped.unsharded, *generic(arrays, kept=()))
-    return None if found is None else dataclasses.replace(found, generic=True)
+    return located(mapped, mapped.unsharded, args, kwargs)
 
 
 def located(
@@ -117,6 +108,7 @@ def located(
     *,
     results: bool = True,
     gradient: bool = True,
+    kept: Collection[str] = (),
 ) -> Located | None:
     """`locate` for any two functions of the same arguments, of which the second is right.
 
@@ -124,11 +116,12 @@ def located(
 
     - `results`: whether the results are compared.
     - `gradient`: whether the derivatives are compared where the results agree.
+    - `kept`: the paths of arguments, or of parts of them, that other arguments have too.
     """
     call = tuple(args), kwargs or {}
-    lines = _compared(mapped, reference, call) if results else None
+    lines = _compared(mapped, reference, call, kept) if results else None
     if lines is None and gradient and any(map(eqx.is_inexact_array, jax.tree.leaves(call))):
-        lines = _compared(_gradient(mapped), _gradient(reference), call, narrow=False)
+        lines = _compared(_gradient(mapped), _gradient(reference), call, kept, narrow=False)
         lines = None if lines is None else dataclasses.replace(lines, gradient=True)
     return lines
 
@@ -167,7 +160,9 @@ def _is_inexact(x: AnyLeaf) -> bool:
     return is_array_or_type(x) and is_inexact(x.dtype)
 
 
-def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True) -> Located | None:
+def _compared(
+    mapped: Fun, reference: Fun, call: PyTree, kept: Collection[str], *, narrow: bool = True
+) -> Located | None:
     """Where two calls differ in double precision, or else in the dtypes of the program."""
     arrays, traces = both_traced(mapped, reference, call)
     on_mesh, on_device = (traced.paths for traced in traces)
@@ -187,7 +182,7 @@ def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True)
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
             comparison = compare_traced(traces, values, wide=wide)
             if not all(comparison.right):
-                other = generic(arrays, kept=(), seed=2)
+                other = generic(arrays, kept, seed=2)
                 others = widened(other).values if wide else jax.tree.map(on_one_device, other)
                 again = functools.partial(_run_again, traces, others, wide=wide)
                 found = _located(comparison, traces, call, again)

@@ -81,7 +81,6 @@ class Located:
     - `cause`: what puts all results right, if running the program so has confirmed it.
     - `gradient`: whether the results agree, and only the derivatives differ.
     - `rounding`: whether all agrees in double precision, and differs only in the dtypes of the program.
-    - `generic`: whether all agrees with the arguments of the call, and differs only with generic numbers.
 
     !!! example
 
@@ -106,7 +105,6 @@ class Located:
     cause: str | None = None
     gradient: bool = False
     rounding: bool = False
-    generic: bool = False
 
     @property
     def line(self) -> str:
@@ -125,8 +123,6 @@ class Located:
         if others:
             lines.append("or, less likely, here:")
             lines += [f"  {place.where}" for place in others]
-        if self.generic:
-            lines.append("With the arguments of the call all agrees: these are generic numbers.")
         if self.rounding:
             lines.append("In double precision all agrees: numbers overflow or are rounded.")
         if not self.matched:

@@ -9,10 +9,10 @@ import numpy as np
 
 import statemesh as sm
 
-from .._program._numbers import is_key
-from .._program._trace import on_one_device
 from .._types import AnyLeaf, PyTree, tree_util
-from ._feedback import is_within, owners, path_of
+from ._numbers import is_key
+from ._paths import is_within, owners, path_of
+from ._trace import on_one_device
 
 
 # Makes another array of the same shape and dtype.
