@@ -249,7 +249,7 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         for collective, reduce in _REDUCTIONS.items() if not any(equal) else ():
             changes = {x: _reduced(x, reduce, at) for x in arrays}
             yield Trial(suspect, changes, cost, f"with jax.lax.{collective}(..., {name!r})", True)
-        for factor in (size, 1 / size) if size > 1 and all(equal) else ():
+        for factor in (float(size), 1 / size) if size > 1 and all(equal) else ():
             changes = {x: _multiplied(x, factor) for x in arrays}
             scaled = "multiplied" if factor > 1 else "divided"
             words = f"{scaled} by the number of shards, {size},"
@@ -270,16 +270,16 @@ def unreduced(comparison: Comparison) -> Iterator[Trial]:
         for is_mean in (False, True):
             # A mean is a sum, divided by the number of shards after it.
             changes = {
-                x: _multiplied(source, _count_of_shards(node) if is_mean else 1)
+                x: _multiplied(source, _count_of_shards(node) if is_mean else 1.0)
                 for node in nodes
                 for x, source in zip(node.results, node.operands, strict=True)
             }
             yield Trial(suspect, changes, 0)
 
 
-def _count_of_shards(node: Node) -> int:
+def _count_of_shards(node: Node) -> float:
     """Over how many shards a node reduces."""
-    return math.prod(node.scope.sizes[name] for name in names_of(node.eqn))
+    return float(math.prod(node.scope.sizes[name] for name in names_of(node.eqn)))
 
 
 def _multiplied(source: int, factor: float) -> Change:
