@@ -120,5 +120,9 @@ def frames_in(traceback: object) -> tuple[Frame, ...]:
 def user_line(frames: Sequence[Frame]) -> str:
     """The user's innermost line, as `file:line`; the file from the working directory, if it is below it."""
     here = os.getcwd() + os.sep
-    own = (frame for frame in frames if not is_library(frame[0]))
-    return next((f"{cell_of(file) or file.removeprefix(here)}:{k}" for file, k in own), "")
+    lines = (
+        f"{cell_of(file) or file.removeprefix(here)}:{number}"
+        for file, number in frames
+        if not is_library(file)
+    )
+    return next(lines, "")

@@ -182,15 +182,18 @@ def _compared(
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
             comparison = compare_traced(traces, values, wide=wide)
             if not all(comparison.right):
-                other = generic(arrays, kept, seed=2)
-                others = widened(other).values if wide else jax.tree.map(on_one_device, other)
-                again = functools.partial(_run_again, traces, others, wide=wide)
+                again = functools.partial(_run_again, traces, arrays, kept, wide=wide)
                 found = _located(comparison, traces, call, again)
                 return dataclasses.replace(found, rounding=not wide)
     return None
 
 
-def _run_again(traces: Sequence[Trace], values: PyTree, *, wide: bool) -> Reruns:
+def _run_again(
+    traces: Sequence[Trace], arrays: PyTree, kept: Collection[str], *, wide: bool
+) -> Reruns:
+    """The program with other arguments. They are drawn only where a change has put the results right."""
+    other = generic(arrays, kept, seed=2)
+    values = widened(other).values if wide else jax.tree.map(on_one_device, other)
     return Reruns(compare_traced(traces, values, wide=wide))
 
 

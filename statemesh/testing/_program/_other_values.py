@@ -47,6 +47,7 @@ def generic(args: PyTree, kept: Collection[str], seed: int = 1) -> PyTree:
 
     - `args`: the tuple of the positional arguments and the dictionary of the others.
     - `kept`: the paths of arguments, or of parts of them, that keep their values.
+    - `seed`: other values for another one.
     """
     return _changed(args, kept, _generic, in_states=True, seed=seed)
 
