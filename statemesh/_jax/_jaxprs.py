@@ -335,15 +335,16 @@ def with_open(closed: AnyJaxpr, jaxpr: Jaxpr) -> AnyJaxpr:
 
 
 def calling(fun: Callable[..., list[Array]], eqn: Equation) -> Equation:
-    """An equation that runs `fun` on the operands of `eqn`, in the place of `eqn`."""
+    """An equation that runs `fun` on the operands of `eqn`, in the place of `eqn` and of its line."""
 
-    def named(*operands: Array) -> list[Array]:
+    def settled(*operands: Array) -> list[Array]:
         # An operand returned as it came in would be no result of the call; a name makes it one.
         return [checkpoint_name(x, "settled") for x in fun(*operands)]
 
     avals = [jax.ShapeDtypeStruct(_shape(v), getattr(v.aval, "dtype", None)) for v in eqn.invars]
-    (call,) = open_jaxpr(jax.make_jaxpr(jax.jit(named))(*avals)).eqns
-    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars))
+    (call,) = open_jaxpr(jax.make_jaxpr(jax.jit(settled))(*avals)).eqns
+    outside: Any = {"invars": list(eqn.invars), "outvars": list(eqn.outvars)}
+    return call.replace(**outside, source_info=eqn.source_info)
 
 
 def runs(jaxpr: Jaxpr) -> Callable[..., list[Array]]:

@@ -485,6 +485,96 @@ def test_a_cause_names_all_lines_at_which_it_can_stand() -> None:
     assert found.cause is None
 
 
+def test_a_change_is_a_cause_only_if_other_numbers_confirm_it() -> None:
+    def summed_up(x: Any) -> Any:
+        total = (x * x).sum(0)  # of one shard only
+        return jnp.tanh(total)
+
+    # With these numbers a maximum over shards does what a sum does.
+    x = np.where(np.arange(8)[:, None] < 2, X, 0)
+    line = line_with("of one shard only")
+    text = (
+        f"with jax.lax.psum(..., 'data') at {HERE.name}:{line} or {line + 1}, all results are right"
+    )
+    assert located(summed_up, x, out_specs=P()).cause == text
+
+
+def test_what_the_last_shard_has() -> None:
+    """It goes out as what the first one has."""
+
+    def passed_along(x: Any) -> Any:
+        part = jnp.sin(x.sum(0))  # has the last part
+        return {"part": part}  # sends nothing
+
+    def given(x: Any) -> Any:
+        return {"part": jnp.sin(x[-2:].sum(0))}
+
+    mapped = on_mesh(passed_along, out_specs=P())
+    found = located_or_why(mapped, given, (X,))
+    assert isinstance(found, Located)
+    texts = "has the last part", "sends nothing"
+    assert [place.line for place in found.places[:2]] == [*map(line_with, texts)]
+    assert found.places[0].note == "one shard along 'data' has the value on one device"
+
+
+def scored(x: Any, weights: Any) -> tuple[Any, Any]:
+    part = ((x @ weights) ** 2).sum()  # of this shard
+    return part, jnp.tanh(weights)
+
+
+def test_a_result_that_is_not_made_whole_where_it_leaves() -> None:
+    def step(x: Any, weights: Any) -> Any:
+        score, weights = scored(x, weights)
+        weights = weights / 2
+        return {"score": score, "weights": weights}  # leaves
+
+    places = located(step, X, X[0], in_specs=(ROWS, P()), out_specs=P()).places
+    lines = [line_with("of this shard"), line_with("of this shard") + 1, line_with("leaves")]
+    assert [place.line for place in places] == lines
+
+
+def loss_of(model: Any, x: Any) -> Any:
+    return (jnp.tanh(x @ model["w"].value) ** 2).mean() + model["b"].value ** 2, model
+
+
+def test_gradients_that_our_own_reduction_sums() -> None:
+    def step(model: Any, x: Any) -> Any:
+        run = sm.value_and_grad(loss_of, axis_name="data", reduce="sum")
+        (loss, model), grads = run(model, x)  # asks for a sum
+        w, b = (model[k].set(model[k].value - 0.1 * grads[k].value) for k in "wb")
+        return loss, {"w": w, "b": b}
+
+    model = {"w": sm.ParamState(jnp.asarray(X[0])), "b": sm.ParamState(jnp.asarray(X[0, 0]))}
+    found = located(step, model, X, in_specs=(None, ROWS), out_specs=P())
+    line = line_with("asks for a sum")
+    assert found.places[0].line == line
+    assert found.places[0].note == "shards have 4 times the value on one device"
+
+
+@pytest.mark.parametrize(
+    ("x_spec", "y_spec", "arguments"),
+    [
+        (P("model"), P("model"), "args[1], args[2]"),
+        (P("model"), P("data"), "args[1]"),
+    ],
+)
+def test_arguments_that_another_axis_should_split(x_spec: Any, y_spec: Any, arguments: str) -> None:
+    def scored(w: Any, x: Any, y: Any) -> Any:
+        each = lax.psum(jnp.tanh(x @ w.value).sum(1), "model") - y
+        return lax.pmean((each**2).mean(), "data")
+
+    mesh = AbstractMesh((2, 2), ("data", "model"))
+    w = sm.State(jnp.asarray(X[:3]).T @ X[:3, :2], spec=P(None, "model"))
+    found = locate(
+        sm.shard_map(scored, mesh, (None, x_spec, y_spec), P(), check_vma=False), w, X, X[:, 0]
+    )
+    assert found is not None
+    assert str(found.places[0]) == (
+        "in_specs of args[1]: P('model')\n    the spec: P('model'), and should be P('data')"
+    )
+    assert found.cause == f"with P('data') for {arguments}, all results are right"
+
+
 def whole(x: Any) -> Any:
     return jnp.cumsum(x, 0)
 

@@ -174,6 +174,7 @@ class Comparison:
         ]
         self.right = list(map(self._is_right_end, self.mesh.results, *self.ends))
         if not all(self.right):
+            self._relate_by_readers()
             for node in reversed(self.mesh.nodes):
                 if node.name == "concatenate" and self.is_unrelated(node.results[0]):
                     self._tell_pieces(node)
@@ -223,6 +224,23 @@ class Comparison:
                 self.relations[x] = relation(value, want, self.scopes[x], size, unit)
             if self._bytes <= _MOST_BYTES:
                 self.wants[x] = want
+
+    def _relate_by_readers(self) -> None:
+        """Relate what nodes without a partner make to what the partners of its readers read in its place."""
+        read: dict[int, set[int]] = {}
+        for node, partner in self.partners.items():
+            if len(node.operands) == len(partner.operands):
+                for x, y in zip(node.operands, partner.operands, strict=True):
+                    read.setdefault(x, set()).add(y)
+        for x, y in zip(self.mesh.results, self.single.results, strict=True):
+            join = self.maker.get(x)
+            read.setdefault(join.operands[0] if join and join.kind == "join" else x, set()).add(y)
+        for x, of_partners in read.items():
+            maker = self.maker.get(x)
+            if maker is None or maker in self.partners or x in self.indices or x not in self.values:
+                continue
+            if len(of_partners) == 1 and (y := of_partners.pop()) in self._known[1]:
+                self._relate(x, whole(self._known[1][y]), 0.0)
 
     def _tell_pieces(self, node: Node) -> None:
         """Of an array put together from pieces some of which are right, tell the right ones and the others.

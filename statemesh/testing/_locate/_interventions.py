@@ -8,6 +8,7 @@ or they become what a simple change of the line would make. Only the nodes after
 import builtins
 import collections
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -16,12 +17,14 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from .. import _errors as errors
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
 from .._program._lines import SourceLine, callers_of
 from .._program._numbers import is_key
-from .._program._stacked import MappedAxes, Stacked
+from .._program._stacked import MappedAxes, Stacked, names_of_spec
 from .._types import Numbers
 from ._compare import Comparison, right_values
 from ._evaluate import Values, on_all_shards
@@ -249,6 +252,10 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         for collective, reduce in _REDUCTIONS.items() if not any(equal) else ():
             changes = {x: _reduced(x, reduce, at) for x in arrays}
             yield Trial(suspect, changes, cost, f"with jax.lax.{collective}(..., {name!r})", True)
+        if not any(equal):
+            changes = {x: _reduced(x, _last, at) for x in arrays}
+            words = f"with what the last shard along {name!r} has"
+            yield Trial(suspect, changes, cost + 1, words, True)
         for factor in (float(size), 1 / size) if size > 1 and all(equal) else ():
             changes = {x: _multiplied(x, factor) for x in arrays}
             scaled = "multiplied" if factor > 1 else "divided"
@@ -284,6 +291,11 @@ def _count_of_shards(node: Node) -> float:
 
 def _multiplied(source: int, factor: float) -> Change:
     return Change(lambda read: read(source) * factor)
+
+
+def _last(array: Numbers, axis: int, keepdims: bool) -> Numbers:
+    """What the last shard has, as a reduction of NumPy's; the axis is kept."""
+    return array.take([-1], axis)
 
 
 def _reduced(source: int, reduce: Callable[..., Any], at: int) -> Change:
@@ -466,13 +478,72 @@ def mending(
             break
         if reruns.mends(trial.changes):
             good.append(trial)
-    if not good or again is None:
-        return good
+    return confirmed(good, again)
+
+
+def confirmed(trials: Sequence[Trial], again: Callable[[], Reruns] | None) -> list[Trial]:
+    """The trials that put all results right for other arguments too."""
+    if not trials or again is None:
+        return list(trials)
     try:
         others_run = again()
     except Exception:  # A function may raise any error for values that it was not written for.
-        return good
-    return [trial for trial in good if others_run.mends(trial.changes)]
+        return list(trials)
+    return [trial for trial in trials if others_run.mends(trial.changes)]
+
+
+# Changes of specs
+
+
+def other_specs(
+    comparison: Comparison, arguments: Sequence[str]
+) -> Iterator[tuple[Sequence[str], PartitionSpec, Trial]]:
+    """Arguments that another mesh axis of the same size splits.
+
+    States with one spec are changed together, other arrays with one spec too, and then each by itself.
+
+    **Arguments:**
+
+    - `arguments`: the paths of the arguments.
+
+    **Returns:** the paths of those that are changed, their spec, and the trial. Its words are the other spec.
+    """
+    paths = dict(zip(comparison.mesh.inputs, arguments, strict=True))
+    by_spec: dict[tuple[PartitionSpec, bool], list[Node]] = {}
+    for node in comparison.mesh.nodes:
+        if node.kind == "split" and paths.keys() >= {*node.operands}:
+            is_state = paths[node.operands[0]].endswith(".value")
+            by_spec.setdefault((node.spec, is_state), []).append(node)
+    for (spec, _), nodes in by_spec.items():
+        sizes = nodes[0].scope.sizes
+        for name, other in itertools.permutations(sizes, 2):
+            names = names_of_spec(spec)
+            if name not in names or other in names or sizes[name] != sizes[other]:
+                continue
+            new = PartitionSpec(*(_with(entry, name, other) for entry in spec))
+            for group in [nodes] + [[node] for node in nodes if len(nodes) > 1]:
+                changed = [paths[node.operands[0]] for node in group]
+                changes = {node.results[0]: _split(node, new) for node in group}
+                suspect = Suspect(None, False, group, list(changes), "other")
+                yield changed, spec, Trial(suspect, changes, 0, errors.spec_str(new))
+
+
+def _with(entry: Any, name: Hashable, other: Hashable) -> Any:
+    """An entry of a spec with another axis in the place of one."""
+    if isinstance(entry, tuple):
+        return tuple(other if each == name else each for each in entry)
+    return other if entry == name else entry
+
+
+def _split(node: Node, spec: PartitionSpec) -> Change:
+    """What shards have of an argument under another spec."""
+    scope = node.scope
+
+    def make(read: Read) -> Numbers:
+        whole = read(node.operands[0])[(0,) * len(scope.sizes)]
+        return on_all_shards(scope.split(Stacked(whole), spec), scope)
+
+    return Change(make, scope)
 
 
 def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> str | None:

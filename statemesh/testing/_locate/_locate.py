@@ -15,8 +15,9 @@ import statemesh as sm
 
 from ..._jax._frames import without_own_frames
 from .. import _errors as errors
+from .._program._collective_rules import RULES
 from .._program._doubled import widened
-from .._program._lines import SourceLine, callers_of, first_use
+from .._program._lines import SourceLine, callers_of, uses_of
 from .._program._numbers import is_inexact, is_numpy, promoted
 from .._program._other_values import generic
 from .._program._stacked import as_names, names_of_spec
@@ -30,7 +31,7 @@ from .._program._trace import (
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from ._compare import Comparison, both_traced, compare_traced, inside, right_values
-from ._interventions import Outcome, Reruns, Trial, cause, mending
+from ._interventions import Outcome, Reruns, Trial, cause, confirmed, mending, other_specs
 from ._located import (
     Located,
     Place,
@@ -210,7 +211,10 @@ def _located(
     ]
     likeliest, reason = _wrong_specs(comparison, paths, arguments), None
     if not likeliest:
-        likeliest, reason = places(comparison, again)
+        likeliest, reason, is_explained = places(comparison, again)
+        if not is_explained:
+            of_specs, reason_of_specs = _other_axes(comparison, arguments, again)
+            likeliest, reason = [*of_specs, *likeliest], reason_of_specs or reason
     if not likeliest:
         number = comparison.right.index(False)
         types = [traced.closed.out_avals[number] for traced in traces]
@@ -271,6 +275,21 @@ def _wrong_specs(
     return [each[0][1] for each in order]
 
 
+def _other_axes(
+    comparison: Comparison, arguments: Sequence[str], again: Again
+) -> tuple[list[Place], str | None]:
+    """The spec of an argument, if all results are right where it names another axis; and that in words."""
+    reruns = Reruns(comparison)
+    for names, spec, trial in other_specs(comparison, arguments):
+        if reruns.mends(trial.changes) and confirmed([trial], again):
+            got = errors.spec_str(spec)
+            source = f"in_specs of {names[0]}: {got}"
+            place = Place("", 0, source, "the spec", got=got, want=trial.words, shards="")
+            tried = f"with {trial.words} for {', '.join(names)}, all results are right"
+            return [place], tried
+    return [], None
+
+
 # The likeliest lines
 
 # There is one list of interventions: right values at each line that leads to a wrong result, and simple
@@ -305,8 +324,13 @@ _COST_OF_DERIVATIVE = 1
 _COST_OF_OUTCOME: Mapping[Outcome | None, int] = {"all": 0, "some": 3, None: 3, "none": 6}
 
 
-def places(comparison: Comparison, again: Again | None = None) -> tuple[list[Place], str | None]:
+def places(
+    comparison: Comparison, again: Again | None = None
+) -> tuple[list[Place], str | None, bool]:
     """The likeliest places, and what puts all results right if that is sure.
+
+    And whether the first place explains all: right values or a change there put all results right, and it is
+    not that parts which do not belong together come into it.
 
     **Arguments:**
 
@@ -340,10 +364,16 @@ def places(comparison: Comparison, again: Again | None = None) -> tuple[list[Pla
         last = len(suspects)
         interventions += [(x.cost, positions.get(x.suspect, last), x.suspect) for x in trials]
     by_line: dict[SourceLine | None, Suspect] = {}
-    for *_, suspect in sorted(interventions, key=lambda intervention: intervention[:2]):
+    ordered = sorted(interventions, key=lambda intervention: intervention[:2])
+    for *_, suspect in ordered:
         by_line.setdefault(suspect.line, suspect)
     if not by_line:
-        return [], None
+        return [], None, False
+    starts = [node for node in ordered[0][2].nodes if is_first(comparison, node)]
+    # Parts that are split by other axes do not belong together, whatever is computed of them.
+    is_explained = ordered[0][0] < _COST_OF_EVIDENCE["after"] and not (
+        starts and starts[0].name not in RULES
+    )
     likeliest = list(by_line.values())
     # What a wrong reduction gets is what another one would put right.
     accused = likeliest[: 2 if likeliest[0].evidence == "reduced" else 1]
@@ -358,30 +388,37 @@ def places(comparison: Comparison, again: Again | None = None) -> tuple[list[Pla
         trial = next((trial for trial in trials if trial.suspect.line == suspect.line), None)
         for place in deeper or _places_at(reruns, suspect, trial):
             shown.setdefault((place.file, place.line), place)
-    return list(shown.values())[:_MOST_PLACES], reason
+    return list(shown.values())[:_MOST_PLACES], reason, is_explained
 
 
 def _places_at(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> list[Place]:
     """The place of a line, and that of the next one if something may be missing there."""
-    place, after = _place(reruns, suspect, trial), _handed_on(reruns.comparison, suspect)
-    if after is None:
+    place = _place(reruns, suspect, trial)
+    is_incomplete = suspect.evidence in _INCOMPLETE or (trial is not None and trial.is_added)
+    if not is_incomplete or suspect.line is None or suspect.transposed:
         return [place]
-    return [place, dataclasses.replace(place, line=after.number, source=after.source)]
+    after = _handed_on(reruns.comparison, suspect, suspect.line)
+    return [place, *(dataclasses.replace(place, line=x.number, source=x.source) for x in after)]
 
 
-def _handed_on(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
-    """The next line that reads what a line makes, where it computes nothing from that.
+def _handed_on(comparison: Comparison, suspect: Suspect, line: SourceLine) -> Sequence[SourceLine]:
+    """The next lines that read what a line makes, where they compute nothing from that.
 
-    That is a line such as `return own`, which lacks what makes the parts of a sum whole.
+    That is a line such as `return own`, which lacks what makes the parts of a sum whole. Of a result of the
+    call that may also be missing where the outermost of the user's functions reads it last.
     """
-    if suspect.line is None or suspect.transposed or suspect.evidence not in _INCOMPLETE:
-        return None
-    use, values = first_use(suspect.line), {*suspect.values}
+    values = {*suspect.values}
     readers = [node for node in comparison.mesh.nodes if not values.isdisjoint(node.operands)]
     # A function that one of both lines calls may read them too.
     calling = {line for node in readers for line in callers_of(node.eqn)}
-    is_read = use in calling or any(node.line == use for node in readers)
-    return None if is_read or suspect.line in calling else use
+    if line in calling:
+        return []
+    uses = uses_of(line)[:1]
+    if any(node.kind == "join" for node in readers):
+        (outermost,) = [line, *callers_of(suspect.nodes[-1].eqn)][-1:]
+        uses += uses_of(outermost)[-1:]
+    read = {*calling, *(node.line for node in readers)}
+    return [use for use in dict.fromkeys(uses) if use not in read]
 
 
 def _places_inside(comparison: Comparison, suspect: Suspect) -> tuple[list[Place], str | None]:
@@ -390,7 +427,7 @@ def _places_inside(comparison: Comparison, suspect: Suspect) -> tuple[list[Place
     within = inside(comparison, loops[0]) if loops and is_first(comparison, loops[0]) else None
     if within is None:
         return [], None
-    likeliest, reason = places(within[0])
+    likeliest, reason, _ = places(within[0])
     if within[1] is not None:
         likeliest = [dataclasses.replace(place, step=within[1]) for place in likeliest]
     return likeliest, reason
@@ -400,10 +437,20 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
     comparison = reruns.comparison
     differing = [(node, x) for node in suspect.nodes for x in node.results if comparison.differs(x)]
     # Where all that a line makes is related, what it hands on shows best what is off.
+    unrelated = [each for each in differing if comparison.is_unrelated(each[1])]
     node, value = next(
         itertools.chain(
-            (each for each in differing if comparison.is_unrelated(each[1])),
-            (each for each in reversed(differing) if each[1] in suspect.values),
+            (
+                each
+                for each in unrelated
+                if next(right_values(comparison, each[1]), None) is not None
+            ),
+            (
+                each
+                for each in reversed(differing)
+                if each[1] in suspect.values and each not in unrelated
+            ),
+            unrelated,
         ),
         (suspect.nodes[0], suspect.nodes[0].results[0]),
     )

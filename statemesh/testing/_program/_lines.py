@@ -64,30 +64,29 @@ def line_of_gradient(eqn: Equation) -> SourceLine | None:
     return None
 
 
-def first_use(line: SourceLine) -> SourceLine | None:
-    """The next line of the same function that reads a variable which a line assigns."""
+def uses_of(line: SourceLine) -> list[SourceLine]:
+    """The later lines of the same function that read a variable which a line assigns."""
     around = _around(line)
     functions = [x for x in around if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
     statements = [x for x in around if not hasattr(x, "body")]
     if not functions or not statements:
-        return None
+        return []
     lambdas = [x for x in ast.walk(statements[-1]) if isinstance(x, ast.Lambda)]
     if any(x.lineno <= line.number <= (x.end_lineno or 0) for x in lambdas):
         # What a lambda makes is not what its statement assigns.
-        return None
+        return []
     assigned = {
         node.id
         for node in ast.walk(statements[-1])
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
     end = statements[-1].end_lineno or line.number
-    uses = [
+    uses = {
         node.lineno
         for node in ast.walk(functions[-1])
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in assigned
-    ]
-    after = [use for use in uses if use > end]
-    return SourceLine(line.file, min(after)) if after else None
+    }
+    return [SourceLine(line.file, use) for use in sorted(uses) if use > end]
 
 
 def _around(line: SourceLine) -> list[ast.stmt]:
