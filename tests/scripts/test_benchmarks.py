@@ -12,7 +12,7 @@ from tests.scripts.benchmarks.peers._models import Model
 from tests.scripts.benchmarks.peers._peers import FLOOR, PEERS, TRAINERS, maker
 from tests.scripts.benchmarks.peers._pictures import PANELS, SHOWN, picture, small_picture
 from tests.scripts.benchmarks.peers._run import Row, measure
-from tests.scripts.benchmarks.peers._table import put, table
+from tests.scripts.benchmarks.peers._table import put, tables
 
 
 # The tests do not depend on brainstate; `measure` compares its results when it times it.
@@ -73,49 +73,51 @@ def measured(peer: str, wall: float, kind: str = "sharded", axes: str = "Explici
 
 
 def test_tables_have_ratios_to_the_program_by_hand_and_the_quickest_library(tmp_path: Path) -> None:
-    runs = [[measured(FLOOR, 2e-4), measured("statemesh", 3e-4 + k * 1e-4)] for k in (0, 1)]
-    runs[0] += [measured(FLOOR, 1e-4, axes="Auto"), measured("statemesh", 1e-4, axes="Auto")]
-    runs[0].append(Row("brainstate", "sharded", "Explicit", 8, 100, refused="took over 5 s"))
-    _, _, floor, ours, _, ours_on_auto, refused = table(runs)
-    head = "| sharded | {} | 8 | 100 | {} |"
-    assert floor.startswith(f"{head.format('Explicit', FLOOR)} 200 | 1.00 (1.00-1.00) | 20 |")
-    assert ours.startswith(f"{head.format('Explicit', 'statemesh')} **300** | 1.50 (1.50-2.00) |")
-    assert ours_on_auto.startswith(f"{head.format('Auto', 'statemesh')} **100** | 1.00 |")
-    assert "took over 5 s" in refused
+    rows = [measured(FLOOR, 2e-4), measured(f"{FLOOR}, donating", 1e-4)]
+    rows += [measured("statemesh", 3e-4), measured("jax.Ref", 4e-4)]
+    rows.append(Row("brainstate", "sharded", "Explicit", 8, 100, refused="took over 5 s"))
+    rows += [measured(FLOOR, 1e-4, axes="Auto"), measured("statemesh", 5e-4, axes="Auto")]
+    found = tables(rows)
+    assert found["programs on 8"] == [
+        *("| wall | sharded 100 |", "| --- | --- |"),
+        *("| by hand | 200 µs |", "| by hand, donating | 0.50 |"),
+        *("| statemesh | **1.50** |", "| jax.Ref | 2.00 |", "| brainstate | refused |", ""),
+        *("| host | sharded 100 |", "| --- | --- |"),
+        *("| by hand | 20 µs |", "| by hand, donating | 0.50 |"),
+        *("| statemesh | **1.50** |", "| jax.Ref | 2.00 |", "| brainstate | refused |"),
+    ]
+    assert found["devices"][0] == "| wall | 8 |"
+    assert found.keys() == {"programs on 8", "devices"}
+    (tmp_path / "assets").mkdir()
     page = tmp_path / "benchmarks.md"
-    page.write_text(
-        "before\n<!-- table of sharded: begin -->\nold\n<!-- table of sharded: end -->\nafter\n"
-    )
-    put(tmp_path, "new", runs)
-    put(tmp_path, "newer", runs)
+    place = "<!-- table of programs on 8: {} -->\n"
+    page.write_text(f"before\n{place.format('begin')}old\n{place.format('end')}after\n")
+    put(tmp_path, "new", rows)
+    put(tmp_path, "newer", rows)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
-    assert "newer" in text and "old" not in text and text.count(ours) == 1
+    assert "newer" in text and "old" not in text and text.count("| wall |") == 1
+    head, *lines = (tmp_path / "assets" / "benchmarks.csv").read_text().splitlines()
+    assert head.startswith("peer,kind,axes,devices,states,wall,host,first") and len(lines) == 7
+    assert lines[2].startswith("statemesh,sharded,Explicit,8,100,0.0003,3e-05,1,")
 
 
-def test_the_table_of_models_has_the_range_over_rounds(tmp_path: Path) -> None:
+def test_models_are_shown_on_both_types_of_axes() -> None:
     rows = [
-        Row(
-            *(peer, kind, axes, 8, 27, 3e-4 * k, 1e-4, 0.5, 0.1, 0.0, 0.0, 1000.0 * k),
-            walls=[2e-4 * k, 3e-4 * k, 5e-4 * k],
-            hosts=[1e-4] * 3,
-        )
+        Row(peer, kind, axes, 8, 27, 3e-4 * k, 1e-4, 0.5, 0.1, 0.0, 0.0)
         for kind in get_args(Model)
         for axes in get_args(Axes)
         for k, peer in ((1, FLOOR), (2, "statemesh"))
     ]
-    page = tmp_path / "benchmarks.md"
-    page.write_text(
-        "before\n<!-- table of models: begin -->\n<!-- table of models: end -->\nafter\n"
-    )
-    put(tmp_path, "about", [[*rows, measured(FLOOR, 2e-4)]])
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n")
-    assert text.count("| statemesh |") == len(get_args(Model)) * len(get_args(Axes))
-    assert (
-        "| cnn | Auto | 8 | statemesh | 600 (400-1000) | 2.00 | 100 (100-100) | 1.00 | 500 | 1.00 | 2000 |\n"
-        in text
-    )
+    found = tables([*rows, measured(FLOOR, 2e-4)])["models"]
+    columns = [f"{kind}, {axes} 8" for kind in get_args(Model) for axes in get_args(Axes)]
+    assert found[0] == f"| wall | {' | '.join(columns)} |"
+    assert found[3] == "| statemesh |" + " **2.00** |" * len(columns)
+    assert [line.split(" |")[0] for line in found if "by hand" not in line] == [
+        *("| wall", "| ---", "| statemesh", ""),
+        *("| host", "| ---", "| statemesh", ""),
+        *("| first", "| ---", "| statemesh"),
+    ]
 
 
 def test_pictures_show_programs_and_libraries(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@
     python -m tests.scripts.benchmarks.peers show results.json more.json [--write docs/pages]
 
 `run` starts each peer in a process of its own for each type of the mesh's axes, and calls all of them in
-turn, waiting for each result. `show` prints the numbers of each program from the first file that has it,
-with the range of the ratios over all files; of the models that are trained, with the ranges over the rounds.
-With `--write` it puts the tables and two pictures into the documentation.
+turn, waiting for each result. `show` prints tables of ratios to the program by hand, each program from the
+first file that has it. With `--write` it puts the tables, a file of all numbers and two pictures into the
+documentation.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tests.scripts.benchmarks.peers._models import Model
 from tests.scripts.benchmarks.peers._peers import PEERS, TRAINERS, peers_of
 from tests.scripts.benchmarks.peers._pictures import picture, small_picture
 from tests.scripts.benchmarks.peers._run import Row, measure
-from tests.scripts.benchmarks.peers._table import firsts, put, read, tables
+from tests.scripts.benchmarks.peers._table import put, read, tables
 
 
 # How many states are measured where nothing else is asked for. Nested modules and layers have one number.
@@ -43,20 +43,30 @@ def run(options: argparse.Namespace) -> None:
                     *(starts, options.rounds, options.seconds, options.limit),
                 )
                 rows += found
-                print("\n".join(tables([found])), flush=True)
+                for row in found:
+                    print(
+                        row.kind,
+                        row.axes,
+                        devices,
+                        states,
+                        row.peer,
+                        row.wall,
+                        row.refused or "",
+                        flush=True,
+                    )
                 about = f"JAX {jax.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores"
                 saved = {"about": about, "rows": [vars(row) for row in rows]}
                 options.file[0].write_text(json.dumps(saved, indent=1))
 
 
 def show(options: argparse.Namespace) -> None:
-    about, runs = read(options.file)
-    about = f"{about}. Medians, microseconds; first call milliseconds; bytes."
-    print("\n".join([about, "", *tables(runs)]))
+    about, rows = read(options.file)
+    for lines in tables(rows).values():
+        print("\n".join([*lines, ""]))
     if options.write is not None:
-        put(options.write, about, runs)
-        picture(firsts(runs), options.write / "assets" / "benchmarks.svg")
-        small_picture(firsts(runs), options.write / "assets" / "benchmarks-small.svg")
+        put(options.write, f"{about}.", rows)
+        picture(rows, options.write / "assets" / "benchmarks.svg")
+        small_picture(rows, options.write / "assets" / "benchmarks-small.svg")
 
 
 def main() -> None:

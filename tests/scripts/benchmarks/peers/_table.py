@@ -1,7 +1,9 @@
-"""The measurements as tables in the pages."""
+"""The measurements as tables in the pages, and all of them as a file."""
 
+import csv
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -11,129 +13,111 @@ from tests.scripts.benchmarks.peers._run import Row
 
 
 BEGIN, END = "<!-- table of {}: begin -->", "<!-- table of {}: end -->"
-HEAD = "| program | axes | devices | states | | wall | to hand | host | to hand | first | held |"
+# The numbers of a row that are shown, with their unit and its size.
+UNITS = {"wall": ("µs", 1e6), "host": ("µs", 1e6), "first": ("ms", 1e3)}
+# The type of axes that `jax.make_mesh` makes.
+AXES = "Explicit"
 
 
-HEAD_OF_MODELS = (
-    "| model | axes | devices | | wall | to hand | host | to hand | first | to hand | held |"
-)
-
-
-def read(files: Sequence[Path]) -> tuple[str, list[list[Row]]]:
-    """The machine, and the rows of each run."""
+def read(files: Sequence[Path]) -> tuple[str, list[Row]]:
+    """The machine, and each program with each peer, from the first file that has it."""
     saved = [json.loads(file.read_text()) for file in files]
-    return saved[0]["about"], [[Row(**row) for row in one["rows"]] for one in saved]
-
-
-def firsts(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """Each program with each peer, from the first run that has it."""
     found: dict[tuple[str, str, int, int, str], Row] = {}
-    for row in (row for rows in runs for row in rows):
-        found.setdefault((*_case(row), row.peer), row)
-    return list(found.values())
+    for row in (Row(**row) for one in saved for row in one["rows"]):
+        found.setdefault((row.kind, row.axes, row.devices, row.states, row.peer), row)
+    return saved[0]["about"], list(found.values())
 
 
-def tables(runs: Sequence[Sequence[Row]]) -> list[str]:
-    """Lines of Markdown: the table of the programs, and that of the models that are trained."""
-    programs = [[row for row in rows if row.kind not in get_args(Model)] for rows in runs]
-    models = [row for row in firsts(runs) if row.kind in get_args(Model)]
-    return [
-        *(table(programs) if any(programs) else []),
-        *(["", *table_of_models(models)] if models else []),
-    ]
+def tables(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Lines of Markdown, by the place that they have in a page.
 
-
-def table_of_models(rows: Sequence[Row]) -> list[str]:
-    """Lines of Markdown: medians with their range over rounds, and the ratios of medians."""
-    lines = [HEAD_OF_MODELS, "|" + " --- |" * HEAD_OF_MODELS.count(" |")]
-    for row in rows:
-        place = f"| {row.kind} | {row.axes} | {row.devices} | {row.peer} |"
-        if row.wall is None or row.host is None or row.first is None:
-            lines.append(f"{place} {row.refused} |" + " |" * 6)
-            continue
-        shown = [
-            f"{1e6 * row.wall:.0f}{_spread(1e6, row.walls)}",
-            _range([_ratio(row, rows, "wall")]),
-            f"{1e6 * row.host:.0f}{_spread(1e6, row.hosts)}",
-            _range([_ratio(row, rows, "host")]),
-            f"{1e3 * row.first:.0f}{_spread(1e3, row.firsts)}",
-            _range([_ratio(row, rows, "first")]),
-            "" if row.peak is None else f"{row.peak:.0f}",
-        ]
-        lines.append(f"{place} {' | '.join(shown)} |")
-    return lines
-
-
-def _spread(unit: float, seconds: Sequence[float]) -> str:
-    return f" ({unit * min(seconds):.0f}-{unit * max(seconds):.0f})" if len(seconds) > 1 else ""
-
-
-def table(runs: Sequence[Sequence[Row]]) -> list[str]:
-    """Lines of Markdown: the first run of each program, with the range of its ratios over all runs.
-
-    The wall time of the quickest library is bold. What is written by hand is none.
+    Programs are shown on Explicit axes, with at most a thousand states, and models on both types of axes.
     """
-    lines = [HEAD, "|" + " --- |" * HEAD.count(" |")]
-    found = firsts(runs)
-    quickest: dict[tuple[str, str, int, int], float] = {}
-    for row in found:
-        if row.wall is not None and not row.peer.startswith(FLOOR):
-            quickest[_case(row)] = min(row.wall, quickest.get(_case(row), row.wall))
-    for row in found:
-        anew = ", compiling at every call" if row.traces or row.compiles else ""
-        place = f"| {row.kind} | {row.axes} | {row.devices} | {row.states} | {row.peer}{anew} |"
-        if row.wall is None or row.host is None:
-            lines.append(f"{place} {row.refused} |" + " |" * 5)
-            continue
-        mark = "**" if row.wall == quickest.get(_case(row)) else ""
-        shown = [
-            f"{mark}{1e6 * row.wall:.0f}{mark}",
-            _range([_ratio(row, rows, "wall") for rows in runs]),
-            f"{1e6 * row.host:.0f}",
-            _range([_ratio(row, rows, "host") for rows in runs]),
-            f"{1e3 * (row.first or 0):.0f}",
-            "" if row.peak is None else f"{row.peak:.0f}",
-        ]
-        lines.append(f"{place} {' | '.join(shown)} |")
-    return lines
+    models = [row for row in rows if row.kind in get_args(Model)]
+    programs = [
+        row
+        for row in rows
+        if row.axes == AXES and row.states <= 1000 and row.kind not in get_args(Model)
+    ]
+    found = {
+        f"programs on {devices}": table(
+            [row for row in programs if row.devices == devices],
+            ("wall", "host"),
+            lambda row: f"{row.kind} {row.states}",
+        )
+        for devices in (8, 1)
+    }
+    found["devices"] = table(
+        [row for row in programs if (row.kind, row.states) == ("sharded", 100)],
+        ("wall",),
+        lambda row: f"{row.devices}",
+    )
+    found["models"] = table(
+        models, ("wall", "host", "first"), lambda row: f"{row.kind}, {row.axes} {row.devices}"
+    )
+    return {place: lines for place, lines in found.items() if lines}
 
 
-def _ratio(row: Row, rows: Sequence[Row], what: str) -> float | None:
-    """The ratio of a peer's number to the number by hand in the same run, on the same type of axes."""
-    alike = {one.peer: one for one in rows if _case(one) == _case(row)}
-    if row.peer not in alike or FLOOR not in alike:
-        return None
-    own, floor = getattr(alike[row.peer], what), getattr(alike[FLOOR], what)
-    return own / floor if own and floor else None
+def table(rows: Sequence[Row], shown: Iterable[str], column: Callable[[Row], str]) -> list[str]:
+    """Lines of Markdown: for each number the time by hand, and that of each peer as a ratio to it.
+
+    Rows with one name are a column. Its smallest ratio is bold; programs by hand do not compete.
+    """
+    columns: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        columns.setdefault(column(row), {})[row.peer] = row
+    peers = dict.fromkeys(row.peer for row in rows)
+    lines: list[str] = []
+    for what in shown if rows else ():
+        unit, size = UNITS[what]
+        lines += ["", f"| {what} | {' | '.join(columns)} |", "|" + " --- |" * (1 + len(columns))]
+        ratios = {name: _ratios(of_peers, what) for name, of_peers in columns.items()}
+        for peer in peers:
+            cells = []
+            for name, of_peers in columns.items():
+                found = ratios[name].get(peer)
+                floors = [r for other, r in ratios[name].items() if not other.startswith(FLOOR)]
+                if found is None:
+                    cells.append("refused" if peer in of_peers and of_peers[peer].refused else "")
+                elif peer == FLOOR:
+                    cells.append(f"{size * getattr(of_peers[peer], what):.0f} {unit}")
+                else:
+                    mark = "**" if found == min(floors, default=None) else ""
+                    cells.append(f"{mark}{found:.2f}{mark}")
+            lines.append(f"| {peer} | {' | '.join(cells)} |")
+    return lines[1:]
 
 
-def _case(row: Row) -> tuple[str, str, int, int]:
-    return row.kind, row.axes, row.devices, row.states
+def _ratios(rows: dict[str, Row], what: str) -> dict[str, float]:
+    """The number of each peer over that by hand."""
+    numbers = {peer: getattr(row, what) for peer, row in rows.items()}
+    floor = numbers.get(FLOOR)
+    return {peer: number / floor for peer, number in numbers.items() if number and floor}
 
 
-def _range(ratios: Sequence[float | None]) -> str:
-    found = [ratio for ratio in ratios if ratio is not None]
-    if not found:
-        return ""
-    low, high = f"{min(found):.2f}", f"{max(found):.2f}"
-    return f"{found[0]:.2f}" + (f" ({low}-{high})" if len(found) > 1 else "")
-
-
-def put(folder: Path, about: str, runs: Sequence[Sequence[Row]]) -> None:
-    """Put the table of each program, and that of the models, into its place in the pages of a folder."""
-    rows_of: dict[str, list[list[Row]]] = {}
-    for kind in dict.fromkeys(row.kind for row in firsts(runs)):
-        place = "models" if kind in get_args(Model) else kind
-        rows_of.setdefault(place, [[] for _ in runs])
-        for rows, of_place in zip(runs, rows_of[place], strict=True):
-            of_place += [row for row in rows if row.kind == kind]
+def put(folder: Path, about: str, rows: Sequence[Row]) -> None:
+    """Put each table into its place in the pages of a folder, and all numbers into a file there."""
+    found = tables(rows)
     for page in sorted(folder.glob("benchmarks*.md")):
         text = page.read_text()
-        for place, of_runs in rows_of.items():
+        for place, lines in found.items():
             begin, end = BEGIN.format(place), END.format(place)
             if begin in text:
-                lines = tables(of_runs)
                 before, _, rest = text.partition(begin)
-                after = rest.partition(end)[2]
-                text = "\n".join([before + begin, "", about, "", *lines, "", end + after])
+                text = "\n".join(
+                    [before + begin, "", about, "", *lines, "", end + rest.partition(end)[2]]
+                )
         page.write_text(text)
+    with (folder / "assets" / "benchmarks.csv").open("w", newline="") as file:
+        names = [field.name for field in dataclasses.fields(Row)]
+        writer = csv.writer(file)
+        writer.writerow(names)
+        for row in rows:
+            writer.writerow([_plain(getattr(row, name)) for name in names])
+
+
+def _plain(value: object) -> str:
+    """A cell: seconds to four digits, several of them with spaces between."""
+    if isinstance(value, list):
+        return " ".join(map(_plain, value))
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
