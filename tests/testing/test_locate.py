@@ -575,6 +575,72 @@ def test_arguments_that_another_axis_should_split(x_spec: Any, y_spec: Any, argu
     assert found.cause == f"with P('data') for {arguments}, all results are right"
 
 
+@pytest.mark.parametrize(
+    ("policy", "right", "written"),
+    [
+        ("max", "sum", lambda old, x: old + x.sum(0)),  # counts
+        ("sum", "mean", lambda old, x: 0.9 * old + x.mean(0)),  # averages
+    ],
+)
+def test_a_state_with_another_policy_than_it_should_have(
+    policy: str, right: str, written: Any
+) -> None:
+    def step(seen: Any, x: Any) -> Any:
+        return x, seen.set(written(seen.value, x))
+
+    seen = sm.State(jnp.asarray(X[0]), reduce=policy)
+    found = located(step, seen, X, in_specs=(None, ROWS), out_specs=(ROWS, P()))
+    first, second = found.places[:2]
+    assert second.source == (
+        f"the write policy of step(...)[1]: reduce={policy!r}, where {right!r} puts all results right"
+    )
+    assert first.line == line_with({"max": "counts", "sum": "averages"}[policy])
+
+
+def halves_of_shards(x: Any) -> Any:
+    both = jnp.concatenate([x, -x])
+    shares = both / len(x)  # of own rows, in another order
+    up, down = jnp.split(shares, 2)  # computes nothing
+    return up - 2 * down
+
+
+def test_a_line_that_computes_nothing_hands_the_blame_back() -> None:
+    """Shards have the rows in another order than one device: nobody knows what the shares should be."""
+    places = located(halves_of_shards).places
+    texts = "of own rows, in another order", "computes nothing"
+    assert [place.line for place in places[:2]] == [*map(line_with, texts)]
+
+
+def squares_of(x: Any) -> Any:
+    return (x * x).sum(0)  # by its function
+
+
+def test_a_function_that_returns_a_part_to_a_line_that_hands_it_on() -> None:
+    def step(x: Any) -> Any:
+        squares = squares_of(x)  # gets a part
+        rows = lax.psum(len(x), "data")
+        return jnp.sqrt(squares / rows)
+
+    places = located(step, out_specs=P()).places
+    lines = [line_with(text) for text in ("by its function", "gets a part")]
+    assert [place.line for place in places[:2]] == lines
+
+
+def test_no_cause_where_a_factor_may_be_missing_before() -> None:
+    """The loss is too small by the number of shards, and every gradient after the mean over them too."""
+
+    def loss(model: Any, x: Any) -> Any:
+        rows = len(x) * lax.axis_size("data")
+        return (jnp.tanh(x @ model.value) ** 2).sum() / rows, model
+
+    def step(model: Any, x: Any) -> Any:
+        (value, model), grads = sm.value_and_grad(loss, axis_name="data")(model, x)
+        return value, model.set(model.value - 0.1 * grads.value)
+
+    found = located(step, sm.ParamState(X[0]), X, in_specs=(None, ROWS), out_specs=P())
+    assert found.cause is None
+
+
 def whole(x: Any) -> Any:
     return jnp.cumsum(x, 0)
 

@@ -226,20 +226,26 @@ class Comparison:
                 self.wants[x] = want
 
     def _relate_by_readers(self) -> None:
-        """Relate what nodes without a partner make to what the partners of its readers read in its place."""
+        """Relate what nodes without a partner make to what is read or returned in its place on one device.
+
+        Where only some rounds of a loop have partners, nobody knows what is in the place of the others.
+        """
+        paired = {(node.name, node.line, node.transposed) for node in self.partners}
         read: dict[int, set[int]] = {}
         for node, partner in self.partners.items():
             if len(node.operands) == len(partner.operands):
                 for x, y in zip(node.operands, partner.operands, strict=True):
-                    read.setdefault(x, set()).add(y)
+                    maker = self.maker.get(x)
+                    if maker and (maker.name, maker.line, maker.transposed) not in paired:
+                        read.setdefault(x, set()).add(y)
         for x, y in zip(self.mesh.results, self.single.results, strict=True):
             join = self.maker.get(x)
             read.setdefault(join.operands[0] if join and join.kind == "join" else x, set()).add(y)
         for x, of_partners in read.items():
-            maker = self.maker.get(x)
-            if maker is None or maker in self.partners or x in self.indices or x not in self.values:
+            known = x in self.indices or x not in self.maker or self.maker[x] in self.partners
+            if known or x not in self.values or len(of_partners) > 1:
                 continue
-            if len(of_partners) == 1 and (y := of_partners.pop()) in self._known[1]:
+            if (y := of_partners.pop()) in self._known[1]:
                 self._relate(x, whole(self._known[1][y]), 0.0)
 
     def _tell_pieces(self, node: Node) -> None:

@@ -8,7 +8,6 @@ or they become what a simple change of the line would make. Only the nodes after
 import builtins
 import collections
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -17,14 +16,12 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from .. import _errors as errors
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
 from .._program._lines import SourceLine, callers_of
 from .._program._numbers import is_key
-from .._program._stacked import MappedAxes, Stacked, names_of_spec
+from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
 from ._compare import Comparison, right_values
 from ._evaluate import Values, on_all_shards
@@ -75,6 +72,8 @@ class Change:
 
 
 Changes: TypeAlias = Mapping[int, Change]
+# Gives the program with other arguments.
+Again: TypeAlias = Callable[[], "Reruns"]
 
 
 # How many of the wrong results are right with right values at a line. For all, no other one may be wrong.
@@ -222,6 +221,7 @@ class Trial:
     - `cost`: what is likely costs less.
     - `words`: the change in words, where no other one does the same; else none.
     - `is_added`: whether the change adds an operation, which may stand on any line that hands the value on.
+    - `is_factor`: whether it multiplies, which may be done on any line before as well.
     """
 
     suspect: Suspect
@@ -229,6 +229,7 @@ class Trial:
     cost: int
     words: str = ""
     is_added: bool = False
+    is_factor: bool = False
 
 
 def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
@@ -250,17 +251,17 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             for array in arrays.values()
         ]
         for collective, reduce in _REDUCTIONS.items() if not any(equal) else ():
-            changes = {x: _reduced(x, reduce, at) for x in arrays}
+            changes = {x: reduced_by(x, reduce, at) for x in arrays}
             yield Trial(suspect, changes, cost, f"with jax.lax.{collective}(..., {name!r})", True)
         if not any(equal):
-            changes = {x: _reduced(x, _last, at) for x in arrays}
+            changes = {x: reduced_by(x, _last, at) for x in arrays}
             words = f"with what the last shard along {name!r} has"
             yield Trial(suspect, changes, cost + 1, words, True)
         for factor in (float(size), 1 / size) if size > 1 and all(equal) else ():
             changes = {x: _multiplied(x, factor) for x in arrays}
             scaled = "multiplied" if factor > 1 else "divided"
             words = f"{scaled} by the number of shards, {size},"
-            yield Trial(suspect, changes, cost, words, is_added)
+            yield Trial(suspect, changes, cost, words, is_added, is_factor=True)
 
 
 def unreduced(comparison: Comparison) -> Iterator[Trial]:
@@ -298,7 +299,7 @@ def _last(array: Numbers, axis: int, keepdims: bool) -> Numbers:
     return array.take([-1], axis)
 
 
-def _reduced(source: int, reduce: Callable[..., Any], at: int) -> Change:
+def reduced_by(source: int, reduce: Callable[..., Any], at: int | tuple[int, ...]) -> Change:
     def make(read: Read) -> Numbers:
         array = read(source)
         return np.broadcast_to(reduce(array, axis=at, keepdims=True), array.shape)
@@ -454,7 +455,7 @@ def mending(
     reruns: Reruns,
     suspects: Sequence[Suspect],
     others: Sequence[Suspect] | None,
-    again: Callable[[], Reruns] | None,
+    again: Again | None,
 ) -> list[Trial]:
     """The trials that put all results right, the likeliest first.
 
@@ -478,72 +479,16 @@ def mending(
             break
         if reruns.mends(trial.changes):
             good.append(trial)
-    return confirmed(good, again)
+    return [trial for trial in good if are_confirmed(trial.changes, again)]
 
 
-def confirmed(trials: Sequence[Trial], again: Callable[[], Reruns] | None) -> list[Trial]:
-    """The trials that put all results right for other arguments too."""
-    if not trials or again is None:
-        return list(trials)
+def are_confirmed(changes: Changes, again: Again | None) -> bool:
+    """Whether changes put all results right for other arguments too, as far as these can be had."""
     try:
-        others_run = again()
+        other = again() if again is not None else None
     except Exception:  # A function may raise any error for values that it was not written for.
-        return list(trials)
-    return [trial for trial in trials if others_run.mends(trial.changes)]
-
-
-# Changes of specs
-
-
-def other_specs(
-    comparison: Comparison, arguments: Sequence[str]
-) -> Iterator[tuple[Sequence[str], PartitionSpec, Trial]]:
-    """Arguments that another mesh axis of the same size splits.
-
-    States with one spec are changed together, other arrays with one spec too, and then each by itself.
-
-    **Arguments:**
-
-    - `arguments`: the paths of the arguments.
-
-    **Returns:** the paths of those that are changed, their spec, and the trial. Its words are the other spec.
-    """
-    paths = dict(zip(comparison.mesh.inputs, arguments, strict=True))
-    by_spec: dict[tuple[PartitionSpec, bool], list[Node]] = {}
-    for node in comparison.mesh.nodes:
-        if node.kind == "split" and paths.keys() >= {*node.operands}:
-            is_state = paths[node.operands[0]].endswith(".value")
-            by_spec.setdefault((node.spec, is_state), []).append(node)
-    for (spec, _), nodes in by_spec.items():
-        sizes = nodes[0].scope.sizes
-        for name, other in itertools.permutations(sizes, 2):
-            names = names_of_spec(spec)
-            if name not in names or other in names or sizes[name] != sizes[other]:
-                continue
-            new = PartitionSpec(*(_with(entry, name, other) for entry in spec))
-            for group in [nodes] + [[node] for node in nodes if len(nodes) > 1]:
-                changed = [paths[node.operands[0]] for node in group]
-                changes = {node.results[0]: _split(node, new) for node in group}
-                suspect = Suspect(None, False, group, list(changes), "other")
-                yield changed, spec, Trial(suspect, changes, 0, errors.spec_str(new))
-
-
-def _with(entry: Any, name: Hashable, other: Hashable) -> Any:
-    """An entry of a spec with another axis in the place of one."""
-    if isinstance(entry, tuple):
-        return tuple(other if each == name else each for each in entry)
-    return other if entry == name else entry
-
-
-def _split(node: Node, spec: PartitionSpec) -> Change:
-    """What shards have of an argument under another spec."""
-    scope = node.scope
-
-    def make(read: Read) -> Numbers:
-        whole = read(node.operands[0])[(0,) * len(scope.sizes)]
-        return on_all_shards(scope.split(Stacked(whole), spec), scope)
-
-    return Change(make, scope)
+        return True
+    return other is None or other.mends(changes)
 
 
 def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> str | None:
@@ -555,8 +500,10 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     if any(_may_be_given(comparison, x) for trial in trials for x in trial.changes):
         return None
     for trial in trials:
+        if trial.is_added or trial.is_factor:
+            lines |= _before(comparison, trial)
         if trial.is_added:
-            lines |= _handing_on(comparison, trial)
+            lines |= _after(comparison, trial)
     known = sorted(line for line in lines if line is not None)
     if len(known) < len(lines) or len(known) > _MOST_LINES:
         return None
@@ -580,26 +527,32 @@ def _calls_by_name(line: SourceLine) -> bool:
     return any(not hasattr(builtins, name) for name in _CALL.findall(line.source))
 
 
-def _handing_on(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:
-    """The lines at which what a change makes can stand as well.
-
-    There is a `None` among them where the value goes to another function: nobody knows by which lines.
-    """
+def _before(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:
+    """The lines before, at which what a change adds can stand as well; a `None` among them is any line."""
     lines: set[SourceLine | None] = {None} if trial.suspect.transposed else set()
-    nodes, maker = trial.suspect.nodes, comparison.maker
+    nodes = trial.suspect.nodes
     results_here = {x for node in nodes for x in node.results}
     for x in {x for node in nodes for x in node.operands} - results_here:
-        before = maker.get(x)
+        before = comparison.maker.get(x)
         if before is not None and before.transposed:
             # What is missing or too much may as well be in the loss.
             lines.add(None)
         elif before is not None and not comparison.is_plain(x):
             lines.add(before.line)
+    return lines
+
+
+def _after(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:
+    """The lines after, at which what a change adds can stand as well.
+
+    There is a `None` among them where the value goes to another function: nobody knows by which lines.
+    """
+    lines: set[SourceLine | None] = set()
     callers = [callers_of(node.eqn) for node in comparison.mesh.nodes if node.line is not None]
     # How many lines of the user's are around those of the mapped function itself.
     depth = min(map(len, callers), default=0)
     for x in trial.changes:
-        around = callers_of(maker[x].eqn)
+        around = callers_of(comparison.maker[x].eqn)
         for reader in [node for node in comparison.mesh.nodes if x in node.operands]:
             if reader.kind == "run" and callers_of(reader.eqn) == around:
                 lines.add(reader.line)

@@ -3,13 +3,11 @@
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
@@ -17,10 +15,9 @@ from ..._jax._frames import without_own_frames
 from .. import _errors as errors
 from .._program._collective_rules import RULES
 from .._program._doubled import widened
-from .._program._lines import SourceLine, callers_of, uses_of
+from .._program._lines import SourceLine, callers_of, returns, uses_of
 from .._program._numbers import is_inexact, is_numpy, promoted
 from .._program._other_values import generic
-from .._program._stacked import as_names, names_of_spec
 from .._program._trace import (
     NO_MESH,
     Trace,
@@ -31,7 +28,7 @@ from .._program._trace import (
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from ._compare import Comparison, both_traced, compare_traced, inside, right_values
-from ._interventions import Outcome, Reruns, Trial, cause, confirmed, mending, other_specs
+from ._interventions import Again, Outcome, Reruns, Trial, cause, mending
 from ._located import (
     Located,
     Place,
@@ -41,14 +38,14 @@ from ._located import (
     shapes_in_words,
     whole_values,
 )
+from ._specs import of_lengths, of_other_axes, of_other_policies
 from ._suspects import Suspect, is_first, others, suspects_of
 
 
-# Gives the program with other arguments.
-Again: TypeAlias = Callable[[], Reruns]
-
 # A report names so many.
 _MOST_PLACES = 3
+# These compute nothing.
+_REARRANGING = ("split", "slice", "squeeze", "reshape", "transpose", "concatenate", "dynamic_slice")
 _NO_LINE = "this result, made by no line of yours"
 # Whether a report raises a failure of `locate` instead of telling it; our tests set this.
 RAISE_FAILURES = False
@@ -183,7 +180,9 @@ def _compared(
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
             comparison = compare_traced(traces, values, wide=wide)
             if not all(comparison.right):
-                again = functools.partial(_run_again, traces, arrays, kept, wide=wide)
+                again = functools.cache(
+                    functools.partial(_run_again, traces, arrays, kept, wide=wide)
+                )
                 found = _located(comparison, traces, call, again)
                 return dataclasses.replace(found, rounding=not wide)
     return None
@@ -192,7 +191,7 @@ def _compared(
 def _run_again(
     traces: Sequence[Trace], arrays: PyTree, kept: Collection[str], *, wide: bool
 ) -> Reruns:
-    """The program with other arguments. They are drawn only where a change has put the results right."""
+    """The program with other arguments."""
     other = generic(arrays, kept, seed=2)
     values = widened(other).values if wide else jax.tree.map(on_one_device, other)
     return Reruns(compare_traced(traces, values, wide=wide))
@@ -209,12 +208,14 @@ def _located(
         for path, x in tree_util.tree_flatten_with_path(call)[0]
         if is_array_or_type(x) or is_numpy(x)
     ]
-    likeliest, reason = _wrong_specs(comparison, paths, arguments), None
+    likeliest, reason = of_lengths(comparison, paths, arguments), None
     if not likeliest:
         likeliest, reason, is_explained = places(comparison, again)
         if not is_explained:
-            of_specs, reason_of_specs = _other_axes(comparison, arguments, again)
+            of_specs, reason_of_specs = of_other_axes(comparison, arguments, again)
             likeliest, reason = [*of_specs, *likeliest], reason_of_specs or reason
+        # A line can do what another policy would.
+        likeliest[1:1] = of_other_policies(comparison, arguments, paths, again)
     if not likeliest:
         number = comparison.right.index(False)
         types = [traced.closed.out_avals[number] for traced in traces]
@@ -222,72 +223,6 @@ def _located(
         result = paths[number]
         likeliest = [Place("", 0, result, _NO_LINE, got=got, want=want, shards="")]
     return Located(tuple(likeliest[:_MOST_PLACES]), comparison.matched, reason)
-
-
-# The likeliest specs
-
-
-def _wrong_specs(
-    comparison: Comparison, results: Sequence[str], arguments: Sequence[str]
-) -> list[Place]:
-    """The specs that give results another length on a mesh, the likeliest first.
-
-    They are ordered by how many results each explains, by cost, and by their place among the specs.
-
-    **Arguments:**
-
-    - `results`, `arguments`: the paths of the arrays.
-    """
-    inputs, nodes = comparison.mesh.inputs, comparison.mesh.nodes
-    split = {x: node.spec for node in nodes if node.kind == "split" for x in node.operands}
-    read = {x for node in nodes for x in node.operands}
-    in_specs = {x: split.get(x) or PartitionSpec() for x in inputs if x in read}
-    # What each spec costs for each result that it explains, and what is shown.
-    specs: dict[str, list[tuple[int, Place]]] = {}
-    ends = zip(comparison.mesh.results, *comparison.ends, results, strict=True)
-    for operand, result, single, path in ends:
-        join = comparison.maker.get(operand)
-        got, want = result.x.shape, single.x.shape
-        unequal = [d for d in range(len(want)) if len(got) == len(want) and got[d] != want[d]]
-        if join is None or join.kind != "join" or len(unequal) != 1 or not math.prod(want):
-            continue
-        (d,) = unequal
-        # A result is too long where its spec names axes that no argument's spec names, and too short where
-        # an argument's spec names axes that its own does not.
-        is_short = got[d] < want[d]
-        own_axes = as_names(join.spec[d]) if d < len(join.spec) else ()
-        axes = tuple(join.scope.sizes) if is_short else own_axes
-        # Where each shard has the whole result, only putting it together is wrong.
-        is_out = is_short or (bool(join.operands) and comparison.is_plain(join.operands[0]))
-        explaining = [("out_specs", path, join.spec, int(not is_out))]
-        for x, name in zip(inputs, arguments, strict=True):
-            spec = in_specs.get(x)
-            if spec is None or want[d] not in comparison.values[x].x.shape:
-                continue
-            if is_short != {*names_of_spec(spec)}.isdisjoint(axes):
-                explaining.append(("in_specs", name, spec, int(is_out)))
-        for which, name, spec, cost in explaining:
-            source = f"{which} of {name}: {errors.spec_str(spec)}"
-            length = f"the length of axis {d} of the result"
-            place = Place("", 0, source, length, got=str(got[d]), want=str(want[d]), shards="")
-            specs.setdefault(source, []).append((cost, place))
-    order = sorted(specs.values(), key=lambda each: (-len(each), min(cost for cost, _ in each)))
-    return [each[0][1] for each in order]
-
-
-def _other_axes(
-    comparison: Comparison, arguments: Sequence[str], again: Again
-) -> tuple[list[Place], str | None]:
-    """The spec of an argument, if all results are right where it names another axis; and that in words."""
-    reruns = Reruns(comparison)
-    for names, spec, trial in other_specs(comparison, arguments):
-        if reruns.mends(trial.changes) and confirmed([trial], again):
-            got = errors.spec_str(spec)
-            source = f"in_specs of {names[0]}: {got}"
-            place = Place("", 0, source, "the spec", got=got, want=trial.words, shards="")
-            tried = f"with {trial.words} for {', '.join(names)}, all results are right"
-            return [place], tried
-    return [], None
 
 
 # The likeliest lines
@@ -394,6 +329,12 @@ def places(
 def _places_at(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> list[Place]:
     """The place of a line, and that of the next one if something may be missing there."""
     place = _place(reruns, suspect, trial)
+    if all(node.name in _REARRANGING for node in suspect.nodes):
+        before = _rearranged(reruns.comparison, suspect)
+        return [
+            *(dataclasses.replace(place, line=x.number, source=x.source) for x in before),
+            place,
+        ]
     is_incomplete = suspect.evidence in _INCOMPLETE or (trial is not None and trial.is_added)
     if not is_incomplete or suspect.line is None or suspect.transposed:
         return [place]
@@ -401,11 +342,22 @@ def _places_at(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> list[Pl
     return [place, *(dataclasses.replace(place, line=x.number, source=x.source) for x in after)]
 
 
+def _rearranged(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:
+    """The last line before one that computes nothing, where that makes something unrelated.
+
+    What is wrong was so before, where nobody knows what the parts should be.
+    """
+    read = [x for node in suspect.nodes for x in node.operands if comparison.is_unrelated(x)]
+    makers = [comparison.maker[x].line for x in read if x in comparison.maker]
+    return [line for line in makers if line is not None and line != suspect.line][-1:]
+
+
 def _handed_on(comparison: Comparison, suspect: Suspect, line: SourceLine) -> Sequence[SourceLine]:
     """The next lines that read what a line makes, where they compute nothing from that.
 
-    That is a line such as `return own`, which lacks what makes the parts of a sum whole. Of a result of the
-    call that may also be missing where the outermost of the user's functions reads it last.
+    That is a line such as `return own`, which lacks what makes the parts of a sum whole, or one that calls
+    the function with the line. Of a result of the call that may also be missing where the outermost of the
+    user's functions reads it last.
     """
     values = {*suspect.values}
     readers = [node for node in comparison.mesh.nodes if not values.isdisjoint(node.operands)]
@@ -413,10 +365,11 @@ def _handed_on(comparison: Comparison, suspect: Suspect, line: SourceLine) -> Se
     calling = {line for node in readers for line in callers_of(node.eqn)}
     if line in calling:
         return []
-    uses = uses_of(line)[:1]
+    uses, around = uses_of(line)[:1], callers_of(suspect.nodes[-1].eqn)
+    if returns(line):
+        uses += around[:1]
     if any(node.kind == "join" for node in readers):
-        (outermost,) = [line, *callers_of(suspect.nodes[-1].eqn)][-1:]
-        uses += uses_of(outermost)[-1:]
+        uses += uses_of([line, *around][-1])[-1:]
     read = {*calling, *(node.line for node in readers)}
     return [use for use in dict.fromkeys(uses) if use not in read]
 

@@ -20,7 +20,7 @@ class Place:
     **Attributes:**
 
     - `file`, `line`, `source`: the line, and its text. Where no line of the user's makes a result, the source
-        is the path of the result, and the others are empty.
+        is the path of the result, its write policy or a spec, and the others are empty.
     - `operation`: what it computes there.
     - `got`: what some shards have where they are most off.
     - `want`: what they should have.
@@ -151,8 +151,6 @@ _OPERATIONS: Mapping[str, str] = {
     "random_split": "new keys",
     "random_wrap": "a key",
     "iota": "numbers counted from 0",
-    "split": "an argument, split by its in spec",
-    "join": "a result, put together by its out spec",
     "add": "a sum of two",
     "add_any": "a sum of two",
     "sub": "a difference",
@@ -164,6 +162,12 @@ _OPERATIONS: Mapping[str, str] = {
     "scan": "a loop",
     "while": "a loop",
     "cond": "a branch",
+}
+
+# Nodes that no equation of the program makes.
+_OF_SPECS = {
+    "split": "an argument, split by its in spec",
+    "join": "a result, put together by its out spec",
 }
 
 _PARTIAL: Mapping[str, str] = {
@@ -180,6 +184,7 @@ def name_of_operation(node: Node) -> str:
     """What a node computes."""
     # In checked programs some collectives have a name of their own.
     name = _OPERATIONS.get(node.name.removesuffix("_invariant"), f"`{node.name}`")
+    name = _OF_SPECS.get(node.kind, name)
     inside = f", in `{node.caller.lstrip('_')}`" if node.caller else ""
     return (
         f"{name}{inside}, in the derivative of this line" if node.transposed else f"{name}{inside}"

@@ -89,6 +89,11 @@ def uses_of(line: SourceLine) -> list[SourceLine]:
     return [SourceLine(line.file, use) for use in sorted(uses) if use > end]
 
 
+def returns(line: SourceLine) -> bool:
+    """Whether a line is that of a `return`."""
+    return any(isinstance(x, ast.Return) for x in _around(line))
+
+
 def _around(line: SourceLine) -> list[ast.stmt]:
     """The statements that a line is a part of, the innermost last."""
     source = "".join(linecache.getlines(line.file))

@@ -1,0 +1,242 @@
+"""The specs and the write policies that may be to blame."""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .. import _errors as errors
+from .._program._jaxprs import names_of
+from .._program._stacked import MappedAxes, Stacked, as_names, names_of_spec
+from .._types import Numbers
+from ._compare import Comparison
+from ._evaluate import on_all_shards
+from ._graph import Node
+from ._interventions import Again, Change, Changes, Read, Reruns, are_confirmed, reduced_by
+from ._located import Place
+
+
+# The named policies, and the primitives that they are, besides what else they do.
+_POLICIES: Mapping[str, Callable[..., Any]] = {
+    "sum": np.sum,
+    "mean": np.mean,
+    "max": np.max,
+    "min": np.min,
+}
+_OF_POLICIES = ("psum", "pmax", "pmin")
+
+
+def of_lengths(
+    comparison: Comparison, results: Sequence[str], arguments: Sequence[str]
+) -> list[Place]:
+    """The specs that give results another length on a mesh, the likeliest first.
+
+    They are ordered by how many results each explains, by cost, and by their place among the specs.
+
+    **Arguments:**
+
+    - `results`, `arguments`: the paths of the arrays.
+    """
+    inputs, nodes = comparison.mesh.inputs, comparison.mesh.nodes
+    split = {x: node.spec for node in nodes if node.kind == "split" for x in node.operands}
+    read = {x for node in nodes for x in node.operands}
+    in_specs = {x: split.get(x) or PartitionSpec() for x in inputs if x in read}
+    # What each spec costs for each result that it explains, and what is shown.
+    specs: dict[str, list[tuple[int, Place]]] = {}
+    ends = zip(comparison.mesh.results, *comparison.ends, results, strict=True)
+    for operand, result, single, path in ends:
+        join = comparison.maker.get(operand)
+        got, want = result.x.shape, single.x.shape
+        unequal = [d for d in range(len(want)) if len(got) == len(want) and got[d] != want[d]]
+        if join is None or join.kind != "join" or len(unequal) != 1 or not math.prod(want):
+            continue
+        (d,) = unequal
+        # A result is too long where its spec names axes that no argument's spec names, and too short where
+        # an argument's spec names axes that its own does not.
+        is_short = got[d] < want[d]
+        own_axes = as_names(join.spec[d]) if d < len(join.spec) else ()
+        axes = tuple(join.scope.sizes) if is_short else own_axes
+        # Where each shard has the whole result, only putting it together is wrong.
+        is_out = is_short or (bool(join.operands) and comparison.is_plain(join.operands[0]))
+        explaining = [("out_specs", path, join.spec, int(not is_out))]
+        for x, name in zip(inputs, arguments, strict=True):
+            spec = in_specs.get(x)
+            if spec is None or want[d] not in comparison.values[x].x.shape:
+                continue
+            if is_short != {*names_of_spec(spec)}.isdisjoint(axes):
+                explaining.append(("in_specs", name, spec, int(is_out)))
+        for which, name, spec, cost in explaining:
+            source = f"{which} of {name}: {errors.spec_str(spec)}"
+            length = f"the length of axis {d} of the result"
+            place = Place("", 0, source, length, got=str(got[d]), want=str(want[d]), shards="")
+            specs.setdefault(source, []).append((cost, place))
+    order = sorted(specs.values(), key=lambda each: (-len(each), min(cost for cost, _ in each)))
+    return [each[0][1] for each in order]
+
+
+# Of arguments
+
+
+def of_other_axes(
+    comparison: Comparison, arguments: Sequence[str], again: Again
+) -> tuple[list[Place], str | None]:
+    """The spec of an argument, if all results are right where it names another axis; and that in words."""
+    reruns = Reruns(comparison)
+    for names, spec, other, changes in _with_other_axes(comparison, arguments):
+        if reruns.mends(changes) and are_confirmed(changes, again):
+            got, want = errors.spec_str(spec), errors.spec_str(other)
+            source = f"in_specs of {names[0]}: {got}"
+            tried = f"with {want} for {', '.join(names)}, all results are right"
+            return [Place("", 0, source, "the spec", got=got, want=want, shards="")], tried
+    return [], None
+
+
+def _with_other_axes(
+    comparison: Comparison, arguments: Sequence[str]
+) -> Iterator[tuple[Sequence[str], PartitionSpec, PartitionSpec, Changes]]:
+    """Arguments that another mesh axis of the same size splits.
+
+    States with one spec are changed together, other arrays with one spec too, and then each by itself.
+
+    **Arguments:**
+
+    - `arguments`: the paths of the arguments.
+
+    **Returns:** the paths of those that are changed, their spec, the other one, and the changes.
+    """
+    paths = dict(zip(comparison.mesh.inputs, arguments, strict=True))
+    by_spec: dict[tuple[PartitionSpec, bool], list[Node]] = {}
+    for node in comparison.mesh.nodes:
+        if node.kind == "split" and paths.keys() >= {*node.operands}:
+            is_state = paths[node.operands[0]].endswith(".value")
+            by_spec.setdefault((node.spec, is_state), []).append(node)
+    for (spec, _), nodes in by_spec.items():
+        sizes, names = nodes[0].scope.sizes, names_of_spec(spec)
+        for name, other in itertools.permutations(sizes, 2):
+            if name not in names or other in names or sizes[name] != sizes[other]:
+                continue
+            new = PartitionSpec(*(_with(entry, name, other) for entry in spec))
+            for group in [nodes] + [[node] for node in nodes if len(nodes) > 1]:
+                changes = {node.results[0]: _split(node, new) for node in group}
+                yield [paths[node.operands[0]] for node in group], spec, new, changes
+
+
+def _with(entry: Any, name: Hashable, other: Hashable) -> Any:
+    """An entry of a spec with another axis in the place of one."""
+    if isinstance(entry, tuple):
+        return tuple(other if each == name else each for each in entry)
+    return other if entry == name else entry
+
+
+def _split(node: Node, spec: PartitionSpec) -> Change:
+    """What shards have of an argument under another spec."""
+    scope = node.scope
+
+    def make(read: Read) -> Numbers:
+        whole = read(node.operands[0])[(0,) * len(scope.sizes)]
+        return on_all_shards(scope.split(Stacked(whole), spec), scope)
+
+    return Change(make, scope)
+
+
+# Of written states
+
+
+def of_other_policies(
+    comparison: Comparison, arguments: Sequence[str], results: Sequence[str], again: Again
+) -> list[Place]:
+    """The policy of a written state, if all results are right with another one.
+
+    **Arguments:**
+
+    - `arguments`, `results`: the paths of the arrays.
+    """
+    reruns, old_values = Reruns(comparison), dict[str, list[int]]()
+    for x, path in zip(comparison.mesh.inputs, arguments, strict=True):
+        old_values.setdefault(_within(path), []).append(x)
+    ends = zip(comparison.mesh.results, comparison.right, results, strict=True)
+    for operand, path in [(x, path) for x, right, path in ends if not right]:
+        old = [x for x in old_values.get(_within(path), ()) if x in comparison.values]
+        for policy, other, changes in _with_other_policies(comparison, operand, old):
+            if reruns.mends(changes) and are_confirmed(changes, again):
+                source = f"the write policy of {path.removesuffix('.value')}: reduce={policy!r}"
+                source += f", where {other!r} puts all results right"
+                got, want = f"reduce={policy!r}", f"reduce={other!r}"
+                return [Place("", 0, source, "the policy", got=got, want=want, shards="")]
+    return []
+
+
+def _with_other_policies(
+    comparison: Comparison, result: int, old: Sequence[int]
+) -> Iterator[tuple[str, str, Changes]]:
+    """A result that is reduced as states are, by another policy.
+
+    **Arguments:**
+
+    - `old`: the arguments that may be the state before the call.
+
+    **Returns:** the policy, the other one, and the changes.
+    """
+    join = comparison.maker.get(result)
+    end = join.operands[0] if join is not None and join.kind == "join" else result
+    found = _policy_of(comparison, end)
+    if found is None:
+        return
+    written, node = found
+    scope = node.scope
+    axes = tuple([*scope.sizes].index(name) for name in names_of(node.eqn))
+    reduced = {policy: reduced_by(written, f, axes) for policy, f in _POLICIES.items()}
+    if len(old) == 1:
+        reduced["sum"] = _added_to(old[0], written, axes)
+    read: Read = functools.partial(_read, comparison, scope)
+    used = [
+        policy
+        for policy, change in reduced.items()
+        if np.allclose(change.made(read), read(end), rtol=1e-6, equal_nan=True)
+    ]
+    # A maximum is one of the bits of float32, on one device too. What all shards have goes through it.
+    at = end if "sum" in used else written
+    for policy in reduced.keys() - used if used else ():
+        yield used[0], policy, {at: Change(reduced[policy].make, scope)}
+
+
+def _policy_of(comparison: Comparison, end: int) -> tuple[int, Node] | None:
+    """What a line of the user's has written as a result, and the reduction over shards that comes after."""
+    reductions, written, queue = dict[Node, None](), dict[int, None](), [end]
+    while queue:
+        x = queue.pop()
+        node = comparison.maker.get(x)
+        if node is not None and node.line is None and node.kind == "run":
+            queue += node.operands
+            if node.name.startswith(_OF_POLICIES):
+                reductions[node] = None
+        elif node is not None and node.line is not None:
+            written[x] = None
+    if len(written) != 1 or not reductions or end not in comparison.values:
+        return None
+    (value,) = written
+    return (value, next(iter(reductions))) if comparison.differs(value) else None
+
+
+def _within(path: str) -> str:
+    """The path within an argument, or within a result: a state has the same one in both."""
+    return re.sub(r"^(args|.*?\(\.\.\.\))(\[\d+\])?", "", path)
+
+
+def _added_to(old: int, written: int, axes: tuple[int, ...]) -> Change:
+    """A state plus what all shards have added to it."""
+
+    def make(read: Read) -> Numbers:
+        before = read(old)
+        return before + np.sum(read(written) - before, axes, keepdims=True)
+
+    return Change(make)
+
+
+def _read(comparison: Comparison, scope: MappedAxes, value: int) -> Numbers:
+    return on_all_shards(comparison.values[value], scope)
