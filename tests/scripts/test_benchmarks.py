@@ -78,7 +78,7 @@ def test_tables_have_ratios_to_the_program_by_hand_and_the_quickest_library(tmp_
     rows.append(Row("brainstate", "sharded", "Explicit", 8, 100, refused="took over 5 s"))
     rows += [measured(FLOOR, 1e-4, axes="Auto"), measured("statemesh", 5e-4, axes="Auto")]
     found = tables(rows)
-    assert found["programs on 8"] == [
+    assert found["programs on 8, Explicit"] == [
         *("| wall | sharded 100 |", "| --- | --- |"),
         *("| by hand | 200 µs |", "| by hand, donating | 0.50 |"),
         *("| statemesh | **1.50** |", "| jax.Ref | 2.00 |", "| brainstate | refused |", ""),
@@ -86,11 +86,15 @@ def test_tables_have_ratios_to_the_program_by_hand_and_the_quickest_library(tmp_
         *("| by hand | 20 µs |", "| by hand, donating | 0.50 |"),
         *("| statemesh | **1.50** |", "| jax.Ref | 2.00 |", "| brainstate | refused |"),
     ]
-    assert found["devices"][0] == "| wall | 8 |"
-    assert found.keys() == {"programs on 8", "devices"}
+    assert found["devices, Explicit"][0] == "| wall | 8 devices |"
+    of_axes = {
+        f"{what}, {axes}" for what in ("programs on 8", "devices") for axes in get_args(Axes)
+    }
+    assert found.keys() == of_axes
+    assert found["programs on 8, Auto"][-1] == "| statemesh | **5.00** |"
     (tmp_path / "assets").mkdir()
     page = tmp_path / "benchmarks.md"
-    place = "<!-- table of programs on 8: {} -->\n"
+    place = "<!-- table of programs on 8, Explicit: {} -->\n"
     page.write_text(f"before\n{place.format('begin')}old\n{place.format('end')}after\n")
     put(tmp_path, "new", rows)
     put(tmp_path, "newer", rows)

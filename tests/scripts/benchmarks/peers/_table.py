@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
+from tests.scripts.benchmarks.peers._case import Axes
 from tests.scripts.benchmarks.peers._models import Model
 from tests.scripts.benchmarks.peers._peers import FLOOR
 from tests.scripts.benchmarks.peers._run import Row
@@ -15,8 +16,6 @@ from tests.scripts.benchmarks.peers._run import Row
 BEGIN, END = "<!-- table of {}: begin -->", "<!-- table of {}: end -->"
 # The numbers of a row that are shown, with their unit and its size.
 UNITS = {"wall": ("µs", 1e6), "host": ("µs", 1e6), "first": ("ms", 1e3)}
-# The type of axes that `jax.make_mesh` makes.
-AXES = "Explicit"
 
 
 def read(files: Sequence[Path]) -> tuple[str, list[Row]]:
@@ -31,27 +30,24 @@ def read(files: Sequence[Path]) -> tuple[str, list[Row]]:
 def tables(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Lines of Markdown, by the place that they have in a page.
 
-    Programs are shown on Explicit axes, with at most a thousand states, and models on both types of axes.
+    Programs are shown with at most a thousand states.
     """
     models = [row for row in rows if row.kind in get_args(Model)]
-    programs = [
-        row
-        for row in rows
-        if row.axes == AXES and row.states <= 1000 and row.kind not in get_args(Model)
-    ]
-    found = {
-        f"programs on {devices}": table(
-            [row for row in programs if row.devices == devices],
-            ("wall", "host"),
-            lambda row: f"{row.kind} {row.states}",
+    programs = [row for row in rows if row.states <= 1000 and row.kind not in get_args(Model)]
+    found = {}
+    for axes in get_args(Axes):
+        on_axes = [row for row in programs if row.axes == axes]
+        for devices in (8, 1):
+            found[f"programs on {devices}, {axes}"] = table(
+                [row for row in on_axes if row.devices == devices],
+                ("wall", "host"),
+                lambda row: f"{row.kind} {row.states}",
+            )
+        found[f"devices, {axes}"] = table(
+            [row for row in on_axes if (row.kind, row.states) == ("sharded", 100)],
+            ("wall",),
+            lambda row: f"{row.devices} devices",
         )
-        for devices in (8, 1)
-    }
-    found["devices"] = table(
-        [row for row in programs if (row.kind, row.states) == ("sharded", 100)],
-        ("wall",),
-        lambda row: f"{row.devices}",
-    )
     found["models"] = table(
         models, ("wall", "host", "first"), lambda row: f"{row.kind}, {row.axes} {row.devices}"
     )
