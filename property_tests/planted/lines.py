@@ -11,7 +11,8 @@ from .mistakes import Mistake
 # The lines of a report that name a place, and its cause.
 _PLACE = re.compile(r"^ +(?P<file>/\S+\.py):(?P<line>\d+): ")
 _SPECS = re.compile(r"^ +(?P<which>(?:in|out)_specs) of ")
-_POLICY = re.compile(r"^ +the write policy of ")
+_OF_STATES = re.compile(r"^ +the (?P<which>write policy|spec) of ")
+_WORDS = {"write policy": "reduce=", "spec": "spec="}
 _CAUSE = re.compile(r" Tried: .* at \S+\.py:(?P<lines>\d+(?: or \d+)*), all results are right\.$")
 _HERE = "being those of one device here:"
 
@@ -72,8 +73,7 @@ def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> Iterator[ast.N
 def named(report: str, mistake: Mistake) -> list[int]:
     """The lines of the mistaken file that a report names first, the likeliest first; 0 for any other place.
 
-    The spec of an argument or a result is the line of the mistake where the mistake is such a spec, and so is
-    a write policy where it is a policy.
+    A spec or a write policy is the line of the mistake where the mistake is a spec or a policy.
     """
     path, line = mistake.where
     found = []
@@ -84,8 +84,9 @@ def named(report: str, mistake: Mistake) -> list[int]:
             found.append(int(place["line"]) if is_there else 0)
         if spec := _SPECS.match(text):
             found.append(line if mistake.code.startswith(spec["which"]) else 0)
-        if _POLICY.match(text):
-            found.append(line if "reduce=" in mistake.code and "State(" in mistake.code else 0)
+        if of_state := _OF_STATES.match(text):
+            is_there = "State(" in mistake.code and _WORDS[of_state["which"]] in mistake.code
+            found.append(line if is_there else 0)
     return found
 
 

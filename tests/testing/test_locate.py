@@ -552,27 +552,35 @@ def test_gradients_that_our_own_reduction_sums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x_spec", "y_spec", "arguments"),
+    ("w_spec", "x_spec", "y_spec", "source", "arguments"),
     [
-        (P("model"), P("model"), "args[1], args[2]"),
-        (P("model"), P("data"), "args[1]"),
+        (
+            P(None, "model"),
+            P("model"),
+            P("model"),
+            "in_specs of args[1]: P('model')",
+            "args[1], args[2]",
+        ),
+        (P(None, "model"), P("model"), P("data"), "in_specs of args[1]: P('model')", "args[1]"),
+        (P(None, "data"), P("data"), P("data"), "the spec of args[0]: P(None, 'data')", "args[0]"),
     ],
 )
-def test_arguments_that_another_axis_should_split(x_spec: Any, y_spec: Any, arguments: str) -> None:
+def test_arguments_that_another_axis_should_split(
+    w_spec: Any, x_spec: Any, y_spec: Any, source: str, arguments: str
+) -> None:
     def scored(w: Any, x: Any, y: Any) -> Any:
         each = lax.psum(jnp.tanh(x @ w.value).sum(1), "model") - y
         return lax.pmean((each**2).mean(), "data")
 
     mesh = AbstractMesh((2, 2), ("data", "model"))
-    w = sm.State(jnp.asarray(X[:3]).T @ X[:3, :2], spec=P(None, "model"))
-    found = locate(
-        sm.shard_map(scored, mesh, (None, x_spec, y_spec), P(), check_vma=False), w, X, X[:, 0]
-    )
+    w = sm.State(jnp.asarray(X[:3]).T @ X[:3, :2], spec=w_spec)
+    mapped = sm.shard_map(scored, mesh, (None, x_spec, y_spec), P(), check_vma=False)
+    found = locate(mapped, w, X, X[:, 0])
     assert found is not None
-    assert str(found.places[0]) == (
-        "in_specs of args[1]: P('model')\n    the spec: P('model'), and should be P('data')"
-    )
-    assert found.cause == f"with P('data') for {arguments}, all results are right"
+    got = source.partition(": ")[2]
+    want = got.replace("data", "model") if "data" in got else got.replace("model", "data")
+    assert str(found.places[0]) == f"{source}\n    the spec: {got}, and should be {want}"
+    assert found.cause == f"with {want} for {arguments}, all results are right"
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,9 @@ def of_other_axes(
     for names, spec, other, changes in _with_other_axes(comparison, arguments):
         if reruns.mends(changes) and are_confirmed(changes, again):
             got, want = errors.spec_str(spec), errors.spec_str(other)
-            source = f"in_specs of {names[0]}: {got}"
-            tried = f"with {want} for {', '.join(names)}, all results are right"
+            states = [name.removesuffix(".value") for name in names]
+            source = f"{'in_specs' if states == names else 'the spec'} of {states[0]}: {got}"
+            tried = f"with {want} for {', '.join(states)}, all results are right"
             return [Place("", 0, source, "the spec", got=got, want=want, shards="")], tried
     return [], None
 
