@@ -180,8 +180,6 @@ def step(coder: Coder, x: jax.Array) -> tuple[Coder, jax.Array, dict[str, jax.Ar
         key=key,
         mean=mean,
         chosen=coder.chosen.value + assigned.sum(0).astype("int32"),
-        # mistake: chosen-summed-already (doubled psum)
-        #     chosen=coder.chosen.value + lax.psum(assigned.sum(0), "data").astype("int32"),
         farthest=jnp.maximum(coder.farthest.value, far),
         # mistake: farthest-of-the-mean (pmean for pmax)
         #     farthest=jnp.maximum(coder.farthest.value, lax.pmean(far, "data")),

@@ -135,8 +135,6 @@ def loss_fn(towers: Towers, images: jax.Array, texts: jax.Array) -> tuple[jax.Ar
     towers = towers.replace(
         rng=rng,
         hits=towers.hits.value + right.sum(),
-        # mistake: hits-summed-already (doubled psum)
-        #     hits=towers.hits.value + lax.psum(right.sum(), "data"),
         hardest=jnp.maximum(towers.hardest.value, to_text.max()),
         # mistake: hardest-of-the-sum (psum for pmax)
         #     hardest=jnp.maximum(towers.hardest.value, lax.psum(to_text.max(), "data")),
