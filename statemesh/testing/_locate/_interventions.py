@@ -29,8 +29,8 @@ from ._graph import Node, needed
 from ._suspects import Suspect
 
 
-# So many nodes run again for right values, and so many for simple changes.
-_MOST_NODES = 20_000
+# So many nodes run again for right values, for simple changes, for specs, and for policies, each.
+MOST_NODES = 20_000
 # Offsets are tried for so many lengths of arrays.
 _MOST_LENGTHS = 4
 # A cause that may stand at more lines than these is not sure.
@@ -116,7 +116,7 @@ class Reruns:
     def try_right(self, suspect: Suspect) -> Outcome | None:
         """What comes of right values at a line; `None` if nobody knows these."""
         values, differs = suspect.values, self.comparison.differs
-        if not values or not all(map(differs, values)) or self.nodes_run > _MOST_NODES:
+        if not values or not all(map(differs, values)) or self.nodes_run > MOST_NODES:
             return None
         choices = [list(right_values(self.comparison, x)) for x in values]
         if not all(choices):
@@ -473,7 +473,7 @@ def mending(
         trials += unreduced(comparison)
         for suspect in (*suspects, *others):
             trials += simple_changes(comparison, suspect)
-    good, most = [], reruns.nodes_run + _MOST_NODES
+    good, most = [], reruns.nodes_run + MOST_NODES
     for trial in sorted(trials, key=lambda x: x.cost):
         if reruns.nodes_run > most:
             break

@@ -17,7 +17,16 @@ from .._types import Numbers
 from ._compare import Comparison
 from ._evaluate import on_all_shards
 from ._graph import Node
-from ._interventions import Again, Change, Changes, Read, Reruns, are_confirmed, reduced_by
+from ._interventions import (
+    MOST_NODES,
+    Again,
+    Change,
+    Changes,
+    Read,
+    Reruns,
+    are_confirmed,
+    reduced_by,
+)
 from ._located import Place
 
 
@@ -88,6 +97,8 @@ def of_other_axes(
     """The spec of an argument, if all results are right where it names another axis; and that in words."""
     reruns = Reruns(comparison)
     for names, spec, other, changes in _with_other_axes(comparison, arguments):
+        if reruns.nodes_run > MOST_NODES:
+            break
         if reruns.mends(changes) and are_confirmed(changes, again):
             got, want = errors.spec_str(spec), errors.spec_str(other)
             states = [name.removesuffix(".value") for name in names]
@@ -164,6 +175,8 @@ def of_other_policies(
     for operand, path in [(x, path) for x, right, path in ends if not right]:
         old = [x for x in old_values.get(_within(path), ()) if x in comparison.values]
         for policy, other, changes in _with_other_policies(comparison, operand, old):
+            if reruns.nodes_run > MOST_NODES:
+                return []
             if reruns.mends(changes) and are_confirmed(changes, again):
                 source = f"the write policy of {path.removesuffix('.value')}: reduce={policy!r}"
                 source += f", where {other!r} puts all results right"
