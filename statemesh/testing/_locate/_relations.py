@@ -81,9 +81,9 @@ def tolerated(want: Numbers, operands: float, unit: float) -> Numbers:
     """
     if want.dtype.kind not in "fc":
         return np.asarray(0.0)
-    if unit:
-        return np.asarray(min(_NARROW * unit, _MOST) * max(largest(want), 1e-30))
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
+    if unit:
+        return min(_NARROW * unit, _MOST) * np.maximum(size, max(largest(want), 1e-30))
     return _RELATIVE * size + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
 
 
