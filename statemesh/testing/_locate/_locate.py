@@ -190,11 +190,14 @@ def _compared(
 
 def _run_again(
     traces: Sequence[Trace], arrays: PyTree, kept: Collection[str], *, wide: bool
-) -> Reruns:
-    """The program with other arguments."""
+) -> Reruns | None:
+    """The program with other arguments; `None` where it cannot be run with them."""
     other = generic(arrays, kept, seed=2)
     values = widened(other).values if wide else jax.tree.map(on_one_device, other)
-    return Reruns(compare_traced(traces, values, wide=wide))
+    try:
+        return Reruns(compare_traced(traces, values, wide=wide))
+    except Exception:  # A function may raise any error for values that it was not written for.
+        return None
 
 
 def _located(

@@ -1,6 +1,5 @@
 """The specs and the write policies that may be to blame."""
 
-import functools
 import itertools
 import math
 import re
@@ -12,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
 from .._program._jaxprs import names_of
-from .._program._stacked import MappedAxes, Stacked, as_names, names_of_spec
+from .._program._stacked import Stacked, as_names, names_of_spec
 from .._types import Numbers
 from ._compare import Comparison
 from ._evaluate import on_all_shards
@@ -207,7 +206,7 @@ def _with_other_policies(
     reduced = {policy: reduced_by(written, f, axes) for policy, f in _POLICIES.items()}
     if len(old) == 1:
         reduced["sum"] = _added_to(old[0], written, axes)
-    read: Read = functools.partial(_read, comparison, scope)
+    read: Read = lambda x: on_all_shards(comparison.values[x], scope)
     used = [
         policy
         for policy, change in reduced.items()
@@ -215,8 +214,9 @@ def _with_other_policies(
     ]
     # A maximum is one of the bits of float32, on one device too. What all shards have goes through it.
     at = end if "sum" in used else written
-    for policy in reduced.keys() - used if used else ():
-        yield used[0], policy, {at: Change(reduced[policy].make, scope)}
+    for policy, change in reduced.items() if used else ():
+        if policy not in used:
+            yield used[0], policy, {at: Change(change.make, scope)}
 
 
 def _policy_of(comparison: Comparison, end: int) -> tuple[int, Node] | None:
@@ -250,7 +250,3 @@ def _added_to(old: int, written: int, axes: tuple[int, ...]) -> Change:
         return before + np.sum(read(written) - before, axes, keepdims=True)
 
     return Change(make)
-
-
-def _read(comparison: Comparison, scope: MappedAxes, value: int) -> Numbers:
-    return on_all_shards(comparison.values[value], scope)

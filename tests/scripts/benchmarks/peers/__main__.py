@@ -44,16 +44,8 @@ def run(options: argparse.Namespace) -> None:
                 )
                 rows += found
                 for row in found:
-                    print(
-                        row.kind,
-                        row.axes,
-                        devices,
-                        states,
-                        row.peer,
-                        row.wall,
-                        row.refused or "",
-                        flush=True,
-                    )
+                    what = f"{kind} {row.axes} {devices} {states} {row.peer}"
+                    print(f"{what}: {row.refused or row.wall}", flush=True)
                 about = f"JAX {jax.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores"
                 saved = {"about": about, "rows": [vars(row) for row in rows]}
                 options.file[0].write_text(json.dumps(saved, indent=1))
