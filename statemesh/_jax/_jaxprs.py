@@ -343,8 +343,8 @@ def calling(fun: Callable[..., list[Array]], eqn: Equation) -> Equation:
 
     avals = [jax.ShapeDtypeStruct(_shape(v), getattr(v.aval, "dtype", None)) for v in eqn.invars]
     (call,) = open_jaxpr(jax.make_jaxpr(jax.jit(settled))(*avals)).eqns
-    outside: Any = {"invars": list(eqn.invars), "outvars": list(eqn.outvars)}
-    return call.replace(**outside, source_info=eqn.source_info)
+    operands, results = list(eqn.invars), list(eqn.outvars)
+    return call.replace(invars=operands, outvars=results, source_info=eqn.source_info)
 
 
 def runs(jaxpr: Jaxpr) -> Callable[..., list[Array]]:

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -632,6 +633,21 @@ def test_a_function_that_returns_a_part_to_a_line_that_hands_it_on() -> None:
     places = located(step, out_specs=P()).places
     lines = [line_with(text) for text in ("by its function", "gets a part")]
     assert [place.line for place in places[:2]] == lines
+
+
+def test_a_function_of_another_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "squares.py"
+    file.write_text("def squares_of(x):\n    return (x * x).sum(0)\n")
+    there = runpy.run_path(str(file))
+
+    def step(x: Any) -> Any:
+        squares = there["squares_of"](x)  # gets a part from there
+        rows = lax.psum(len(x), "data")
+        return jnp.sqrt(squares / rows)
+
+    first, second = located(step, out_specs=P()).places[:2]
+    assert (first.file, first.line) == (str(file), 2)
+    assert (second.file, second.line) == (str(HERE), line_with("gets a part from there"))
 
 
 def test_no_cause_where_a_factor_may_be_missing_before() -> None:

@@ -330,19 +330,20 @@ def places(
 
 
 def _places_at(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> list[Place]:
-    """The place of a line, and that of the next one if something may be missing there."""
+    """The place of a line, with the line before or those after it that may be to blame as well."""
     place = _place(reruns, suspect, trial)
-    if all(node.name in _REARRANGING for node in suspect.nodes):
-        before = _rearranged(reruns.comparison, suspect)
+
+    def at(lines: Sequence[SourceLine]) -> list[Place]:
         return [
-            *(dataclasses.replace(place, line=x.number, source=x.source) for x in before),
-            place,
+            dataclasses.replace(place, file=x.file, line=x.number, source=x.source) for x in lines
         ]
+
+    if all(node.name in _REARRANGING for node in suspect.nodes):
+        return [*at(_rearranged(reruns.comparison, suspect)), place]
     is_incomplete = suspect.evidence in _INCOMPLETE or (trial is not None and trial.is_added)
     if not is_incomplete or suspect.line is None or suspect.transposed:
         return [place]
-    after = _handed_on(reruns.comparison, suspect, suspect.line)
-    return [place, *(dataclasses.replace(place, line=x.number, source=x.source) for x in after)]
+    return [place, *at(_handed_on(reruns.comparison, suspect, suspect.line))]
 
 
 def _rearranged(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:
