@@ -85,7 +85,9 @@ def named(report: str, mistake: Mistake) -> list[int]:
         if spec := _SPECS.match(text):
             found.append(line if mistake.code.startswith(spec["which"]) else 0)
         if of_state := _OF_STATES.match(text):
-            is_there = "State(" in mistake.code and _WORDS[of_state["which"]] in mistake.code
+            # The mistake may be that there is none.
+            texts = mistake.code, mistake.instead_of
+            is_there = any("State(" in x and _WORDS[of_state["which"]] in x for x in texts)
             found.append(line if is_there else 0)
     return found
 
