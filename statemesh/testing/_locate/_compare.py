@@ -19,7 +19,7 @@ from .._program._trace import Trace, is_array_or_type, trace_exactly
 from .._types import Fun, Numbers, PyTree, tree_util
 from ._evaluate import Evaluator, Values, in_numpy, on_all_shards
 from ._graph import Node, graph_of, pairs
-from ._relations import Relation, largest, relation, tolerated, whole
+from ._relations import Relation, largest, relation, stride, tolerated, whole
 
 
 Evaluators: TypeAlias = tuple[Evaluator, Evaluator]
@@ -102,6 +102,16 @@ class Comparison:
     def differs(self, value: int) -> bool:
         """Whether a value is more than the parts of that of one device, and was kept."""
         return not self.is_plain(value) and value in self.values
+
+    def own_lengths(self, node: Node, name: Hashable) -> Iterator[int]:
+        """Constants that are the length of a part along a mesh axis; one device has that of the whole."""
+        partner = self.partners.get(node)
+        for a, b in zip(node.operands, partner.operands, strict=False) if partner else ():
+            if a in self.mesh.constants and b in self.single.constants:
+                part, all_parts = numbers(self._known[0][a].x), numbers(self._known[1][b].x)
+                is_scalar = part.size == all_parts.size == 1 and part.dtype.kind in "iu"
+                if is_scalar and 0 < part < all_parts == part * node.scope.sizes[name]:
+                    yield int(part)
 
     def got(self, value: int) -> Numbers:
         """What shards have, with all mesh axes of the value's scope in front."""
@@ -359,7 +369,7 @@ def right_values(comparison: Comparison, value: int) -> Iterator[Numbers]:
     for split in splits:
         entries = [tuple(name for name in split if split[name] == d) for d in range(want.ndim)]
         plain.append(on_all_shards(scope.split(Stacked(want), PartitionSpec(*entries)), scope))
-    yield from plain
+    yield from plain or _overlapping(want, got.shape[len(scope.sizes) :], scope)
     if want.dtype.kind in "fc" and plain:
         sizes = [size for name, size in scope.sizes.items() if name not in splits[0]]
         count = math.prod(sizes or scope.sizes.values())
@@ -382,6 +392,28 @@ def _splits(
         fits = all(n == m * part for n, m, part in zip(shape, local, parts, strict=True))
         if fits and all(scope.sizes[name] > 1 for name in split):
             yield split
+
+
+def _overlapping(want: Numbers, local: Sequence[int], scope: MappedAxes) -> Iterator[Numbers]:
+    """The parts of an array, with all mesh axes in front, where these have the edges of their neighbours."""
+    sizes = list(scope.sizes.values())
+    if len(local) != want.ndim:
+        return
+    cut = [d for d in range(want.ndim) if local[d] != want.shape[d]]
+    several = [at for at, size in enumerate(sizes) if size > 1]
+    for axes in itertools.permutations(several, len(cut)):
+        both = list(zip(cut, axes, strict=True))
+        steps = [stride(local[d], want.shape[d], sizes[at]) for d, at in both]
+        if None in steps:
+            continue
+        parts = []
+        for shard in np.ndindex(*sizes):
+            starts = [0] * want.ndim
+            for (d, at), step in zip(both, steps, strict=True):
+                starts[d] = shard[at] * (step or 0)
+            ranges = zip(starts, local, strict=True)
+            parts.append(want[tuple(slice(start, start + n) for start, n in ranges)])
+        yield np.reshape(parts, (*sizes, *local))
 
 
 # Inside of loops and branches

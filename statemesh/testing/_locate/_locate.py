@@ -15,7 +15,7 @@ from ..._jax._frames import without_own_frames
 from .. import _errors as errors
 from .._program._collective_rules import RULES
 from .._program._doubled import widened
-from .._program._lines import SourceLine, callers_of, returns, uses_of
+from .._program._lines import SourceLine, callers_of, renames, returns, uses_of
 from .._program._numbers import is_inexact, is_numpy, promoted
 from .._program._other_values import generic
 from .._program._trace import (
@@ -27,8 +27,9 @@ from .._program._trace import (
     weighted_gradient,
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
+from ._changes import Trial
 from ._compare import Comparison, both_traced, compare_traced, inside, right_values
-from ._interventions import Again, Outcome, Reruns, Trial, cause, mending
+from ._interventions import cause, mending
 from ._located import (
     Located,
     Place,
@@ -38,8 +39,9 @@ from ._located import (
     shapes_in_words,
     whole_values,
 )
+from ._reruns import Again, Outcome, Reruns
 from ._specs import of_lengths, of_other_axes, of_other_policies
-from ._suspects import Suspect, is_first, others, suspects_of
+from ._suspects import Evidence, Suspect, call_to_blame, is_first, others, suspects_of
 
 
 # A report names so many.
@@ -217,8 +219,12 @@ def _located(
         if not is_explained:
             of_specs, reason_of_specs = of_other_axes(comparison, arguments, again)
             likeliest, reason = [*of_specs, *likeliest], reason_of_specs or reason
-        # A line can do what another policy would.
-        likeliest[1:1] = of_other_policies(comparison, arguments, paths, again)
+        of_policies, has_policy = of_other_policies(comparison, arguments, paths, again)
+        # A line can do what another policy would, and is likelier where a state has none.
+        likeliest = [*of_policies, *likeliest]
+        if of_policies and not has_policy:
+            likeliest[:2] = likeliest[1::-1]
+        reason = None if has_policy else reason
     if not likeliest:
         number = comparison.right.index(False)
         types = [traced.closed.out_avals[number] for traced in traces]
@@ -252,9 +258,9 @@ _COST_OF_EVIDENCE = {
     "after": 3,
 }
 # After a line that makes partial results any other one may be to blame.
-_UNDECIDED = ("related", "derivative")
+_UNDECIDED: Sequence[Evidence] = ("related", "derivative")
 # What makes their values whole may be missing on a later line.
-_INCOMPLETE = (*_UNDECIDED, "unsure")
+_INCOMPLETE: Sequence[Evidence] = (*_UNDECIDED, "unsure")
 # A mistake in a line shows in its derivative too.
 _COST_OF_DERIVATIVE = 1
 # Not all results are known to be right with right values at the line: some stay wrong, or the values were not
@@ -317,6 +323,9 @@ def places(
     accused = likeliest[: 2 if likeliest[0].evidence == "reduced" else 1]
     reasons = (cause(comparison, suspect, trials) for suspect in accused)
     reason = next(filter(None, reasons), None)
+    # What is made of positions only, a later line may take from the shards that have it.
+    is_of_positions = not any(x.evidence in ("first", "reduced", "unshaped") for x in suspects)
+    incomplete = (*_INCOMPLETE, "after") if is_of_positions else _INCOMPLETE
     shown: dict[tuple[str, int], Place] = {}
     # After a cause nothing is left to explain.
     for suspect in likeliest[: 2 if reason else _MOST_PLACES]:
@@ -324,14 +333,21 @@ def places(
         if deeper and not shown:
             reason = reason_inside
         trial = next((trial for trial in trials if trial.suspect.line == suspect.line), None)
-        for place in deeper or _places_at(reruns, suspect, trial):
+        for place in deeper or _places_at(reruns, suspect, trial, incomplete):
             shown.setdefault((place.file, place.line), place)
     return list(shown.values())[:_MOST_PLACES], reason, is_explained
 
 
-def _places_at(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> list[Place]:
-    """The place of a line, with the line before or those after it that may be to blame as well."""
-    place = _place(reruns, suspect, trial)
+def _places_at(
+    reruns: Reruns, suspect: Suspect, trial: Trial | None, incomplete: Collection[Evidence]
+) -> list[Place]:
+    """The place of a line, with the lines before and after it that may be to blame as well.
+
+    **Arguments:**
+
+    - `incomplete`: evidence for a line whose values something on a later line should make whole.
+    """
+    comparison, place, line = reruns.comparison, _place(reruns, suspect, trial), suspect.line
 
     def at(lines: Sequence[SourceLine]) -> list[Place]:
         return [
@@ -339,11 +355,20 @@ def _places_at(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> list[Pl
         ]
 
     if all(node.name in _REARRANGING for node in suspect.nodes):
-        return [*at(_rearranged(reruns.comparison, suspect)), place]
-    is_incomplete = suspect.evidence in _INCOMPLETE or (trial is not None and trial.is_added)
-    if not is_incomplete or suspect.line is None or suspect.transposed:
+        return [*at(_rearranged(comparison, suspect)), place]
+    is_incomplete = suspect.evidence in incomplete or (trial is not None and trial.is_added)
+    if not is_incomplete or line is None or suspect.transposed:
         return [place]
-    return [place, *at(_handed_on(reruns.comparison, suspect, suspect.line))]
+    call = call_to_blame(comparison, suspect)
+    handed_on = _handed_on(comparison, suspect, call or line)
+    # Who gives a value another name, or returns it by its name, had something else to do with it.
+    renamed = [x for x in handed_on if renames(call or line, x)]
+    others = [x for x in handed_on if x not in renamed]
+    calls = [call] if call is not None else []
+    return [
+        *at([*renamed, *calls]),
+        *([place, *at(others)] if call is None else [*at(others), place]),
+    ]
 
 
 def _rearranged(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:

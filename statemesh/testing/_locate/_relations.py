@@ -14,16 +14,19 @@ from .._types import Numbers
 from ._evaluate import on_all_shards
 
 
-# What a value is along a mesh axis: the same on every shard; the parts of an array axis; what gives the
-# whole value when the shards' values are summed, averaged or so on; whole on one shard only.
-Kind: TypeAlias = Literal["equal", "parts", "sum", "mean", "max", "min", "turned", "one"]
+# What a value is along a mesh axis: the same on every shard; the parts of an array axis, also such as have
+# the edges of their neighbours; what gives the whole value when the shards' values are summed, averaged or so
+# on; whole on one shard only.
+Kind: TypeAlias = Literal[
+    "equal", "parts", "overlapping", "sum", "mean", "max", "min", "turned", "one"
+]
 # The name of a mesh axis, what a value is along it, and which array axis is in parts.
 Along: TypeAlias = tuple[str, Kind, int]
 Kinds: TypeAlias = frozenset[str]
 
 # The kinds that are tried together. What is likely comes first: it is cheap, and a rare relation may hold by
 # accident.
-_PARTS = frozenset(("equal", "parts"))
+_PARTS = frozenset(("equal", "parts", "overlapping"))
 _PARTIAL = _PARTS | {"sum", "mean", "max", "min"}
 _MOVED = frozenset(("equal", "turned"))
 _MULTIPLE = _PARTS | {"sum", "mean"}
@@ -56,7 +59,7 @@ class Relation:
     @property
     def is_plain(self) -> bool:
         """Whether shards have the very numbers that one device has, each its part or all of them."""
-        return self.factor == 1 and all(kind in ("equal", "parts") for _, kind, _ in self.kinds)
+        return self.factor == 1 and all(kind in _PARTS for _, kind, _ in self.kinds)
 
     @property
     def is_partial(self) -> bool:
@@ -167,6 +170,16 @@ def _ways(
                 yield ((name, kind, axis), *way), array
 
 
+def stride(size: int, goal: int, count: int) -> int | None:
+    """How far parts of an axis are apart, of which so many make a whole; `None` if such parts do not.
+
+    That is less than their size where they have edges of their neighbours too, as stencils read them. On one
+    device the whole has edges as well.
+    """
+    step, rest = divmod(goal - size, count - 1)
+    return step if not rest and 0 < step <= size else None
+
+
 def _merged(
     x: Numbers, rest: int, shape: tuple[int, ...], kinds: Kinds, unit: float
 ) -> Iterator[tuple[Kind, int, Numbers]]:
@@ -187,10 +200,18 @@ def _merged(
         for d in range(len(shape)):
             if shape[d] == n:
                 yield "parts", d, np.moveaxis(x, 0, rest + d)
+    if len(local) == len(shape) and "overlapping" in kinds:
+        for d, (size, goal) in enumerate(zip(local, shape, strict=True)):
+            step = stride(size, goal, n)
+            if step is not None and step < size:
+                blocks = np.moveaxis(x, rest + 1 + d, -1)
+                if _are_alike(blocks[:-1, ..., step:], blocks[1:, ..., : size - step], unit):
+                    overlaid = np.concatenate([*blocks[:-1, ..., :step], blocks[-1]], -1)
+                    yield "overlapping", d, np.moveaxis(overlaid, -1, rest + d)
     if len(local) != len(shape) or (left == n and rest == 0):
         return
     same = bool(np.all(equal(x, x[:1])))
-    if same or (x.dtype.kind in "fc" and np.allclose(x, x[:1], rtol=unit, atol=0, equal_nan=True)):
+    if same or _are_alike(x, x[:1], unit):
         yield "equal", 0, x[0]
     # Equal parts of a sum are, in other words, a multiple of the whole. Of integers they are its sum.
     if "sum" in kinds and (x.dtype.kind in "iu" or (x.dtype.kind in "fc" and not same)):
@@ -206,3 +227,10 @@ def _merged(
     if "one" in kinds and x.dtype.kind == "f":
         yield "one", 0, x[0]
         yield "one", 0, x[-1]
+
+
+def _are_alike(a: Numbers, b: Numbers, unit: float) -> bool:
+    """Whether numbers are copies, but for rounding."""
+    if a.dtype.kind in "fc":
+        return bool(np.allclose(a, b, rtol=unit, atol=0, equal_nan=True))
+    return bool(np.all(equal(a, b)))

@@ -13,20 +13,12 @@ from .. import _errors as errors
 from .._program._jaxprs import names_of
 from .._program._stacked import Stacked, as_names, names_of_spec
 from .._types import Numbers
+from ._changes import reduced_by
 from ._compare import Comparison
 from ._evaluate import on_all_shards
 from ._graph import Node
-from ._interventions import (
-    MOST_NODES,
-    Again,
-    Change,
-    Changes,
-    Read,
-    Reruns,
-    are_confirmed,
-    reduced_by,
-)
 from ._located import Place
+from ._reruns import MOST_NODES, Again, Change, Changes, Read, Reruns, are_confirmed
 
 
 # The named policies, and the primitives that they are, besides what else they do.
@@ -160,52 +152,64 @@ def _split(node: Node, spec: PartitionSpec) -> Change:
 
 def of_other_policies(
     comparison: Comparison, arguments: Sequence[str], results: Sequence[str], again: Again
-) -> list[Place]:
-    """The policy of a written state, if all results are right with another one.
+) -> tuple[list[Place], bool]:
+    """The policy of a written state, if all results are right with another one; and whether it has one now.
 
     **Arguments:**
 
     - `arguments`, `results`: the paths of the arrays.
     """
     reruns, old_values = Reruns(comparison), dict[str, list[int]]()
+    nodes = comparison.mesh.nodes
+    parts = {x: node.results[0] for node in nodes if node.kind == "split" for x in node.operands}
     for x, path in zip(comparison.mesh.inputs, arguments, strict=True):
-        old_values.setdefault(_within(path), []).append(x)
+        old_values.setdefault(_within(path), []).append(parts.get(x, x))
     ends = zip(comparison.mesh.results, comparison.right, results, strict=True)
     for operand, path in [(x, path) for x, right, path in ends if not right]:
         old = [x for x in old_values.get(_within(path), ()) if x in comparison.values]
         for policy, other, changes in _with_other_policies(comparison, operand, old):
             if reruns.nodes_run > MOST_NODES:
-                return []
+                return [], False
             if reruns.mends(changes) and are_confirmed(changes, again):
                 source = f"the write policy of {path.removesuffix('.value')}: reduce={policy!r}"
                 source += f", where {other!r} puts all results right"
                 got, want = f"reduce={policy!r}", f"reduce={other!r}"
-                return [Place("", 0, source, "the policy", got=got, want=want, shards="")]
-    return []
+                place = Place("", 0, source, "the policy", got=got, want=want, shards="")
+                return [place], policy is not None
+    return [], False
 
 
 def _with_other_policies(
     comparison: Comparison, result: int, old: Sequence[int]
-) -> Iterator[tuple[str, str, Changes]]:
+) -> Iterator[tuple[str | None, str, Changes]]:
     """A result that is reduced as states are, by another policy.
 
     **Arguments:**
 
-    - `old`: the arguments that may be the state before the call.
+    - `old`: the parts of arguments that may be the state before the call.
 
     **Returns:** the policy, the other one, and the changes.
     """
     join = comparison.maker.get(result)
-    end = join.operands[0] if join is not None and join.kind == "join" else result
-    found = _policy_of(comparison, end)
-    if found is None:
+    if join is None or join.kind != "join":
         return
-    written, node = found
-    scope = node.scope
-    axes = tuple([*scope.sizes].index(name) for name in names_of(node.eqn))
+    (end,) = join.operands
+    written, node = _policy_of(comparison, end)
+    if written is None:
+        return
+    scope, shape = comparison.scopes[written], comparison.got(written).shape
+    old = [x for x in old if on_all_shards(comparison.values[x], scope).shape == shape]
+    # Without a reduction each shard has written what it had.
+    split = [*names_of_spec(join.spec)]
+    reduced_over = names_of(node.eqn) if node else [x for x in scope.sizes if x not in split]
+    axes = tuple([*scope.sizes].index(name) for name in reduced_over)
     reduced = {policy: reduced_by(written, f, axes) for policy, f in _POLICIES.items()}
     if len(old) == 1:
         reduced["sum"] = _added_to(old[0], written, axes)
+    if node is None:
+        for policy, change in reduced.items() if len(old) == 1 else ():
+            yield None, policy, {written: change}
+        return
     read: Read = lambda x: on_all_shards(comparison.values[x], scope)
     used = [
         policy
@@ -219,8 +223,11 @@ def _with_other_policies(
             yield used[0], policy, {at: Change(change.make, scope)}
 
 
-def _policy_of(comparison: Comparison, end: int) -> tuple[int, Node] | None:
-    """What a line of the user's has written as a result, and the reduction over shards that comes after."""
+def _policy_of(comparison: Comparison, end: int) -> tuple[int | None, Node | None]:
+    """What a line of the user's has written as a result, and the reduction over shards that comes after.
+
+    There is none of the one or the other where nobody knows it.
+    """
     reductions, written, queue = dict[Node, None](), dict[int, None](), [end]
     while queue:
         x = queue.pop()
@@ -231,10 +238,10 @@ def _policy_of(comparison: Comparison, end: int) -> tuple[int, Node] | None:
                 reductions[node] = None
         elif node is not None and node.line is not None:
             written[x] = None
-    if len(written) != 1 or not reductions or end not in comparison.values:
-        return None
+    if len(written) != 1 or end not in comparison.values:
+        return None, None
     (value,) = written
-    return (value, next(iter(reductions))) if comparison.differs(value) else None
+    return (value if comparison.differs(value) else None), next(iter(reductions), None)
 
 
 def _within(path: str) -> str:

@@ -172,6 +172,31 @@ def _wrong_call(comparison: Comparison, nodes: Sequence[Node]) -> SourceLine | N
     )
 
 
+def call_to_blame(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
+    """The last line that calls the function of a suspect, where its other calls make the like and are right.
+
+    So the suspect's own line is right: what makes its values whole is missing where it is called.
+    """
+    alike = [
+        node
+        for node in comparison.mesh.nodes
+        if node.line == suspect.line and node.transposed == suspect.transposed
+    ]
+    wrong = [callers_of(node.eqn) for node in suspect.nodes]
+    # These lead to no wrong result, and are more than the parts of one device's.
+    right = {
+        callers_of(node.eqn)
+        for node in alike
+        if node not in suspect.nodes and any(map(comparison.differs, node.results))
+    } - {*wrong}
+    if not right:
+        return None
+    return next(
+        (line for k, line in enumerate(wrong[-1]) if any(x[k : k + 1] != (line,) for x in right)),
+        None,
+    )
+
+
 def is_first(comparison: Comparison, node: Node) -> bool:
     """Whether a node makes something unrelated of what is related."""
     makes = any(map(comparison.is_unrelated, node.results))

@@ -75,11 +75,7 @@ def uses_of(line: SourceLine) -> list[SourceLine]:
     if any(x.lineno <= line.number <= (x.end_lineno or 0) for x in lambdas):
         # What a lambda makes is not what its statement assigns.
         return []
-    assigned = {
-        node.id
-        for node in ast.walk(statements[-1])
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    assigned = _names(statements[-1:], ast.Store)
     end = statements[-1].end_lineno or line.number
     uses = {
         node.lineno
@@ -89,9 +85,45 @@ def uses_of(line: SourceLine) -> list[SourceLine]:
     return [SourceLine(line.file, use) for use in sorted(uses) if use > end]
 
 
+def loops_around(line: SourceLine) -> dict[SourceLine, int]:
+    """The loops around a line, by the lines where they begin, and in which statement of each body it is."""
+    found = {}
+    for loop in _around(line):
+        if isinstance(loop, ast.For | ast.While):
+            number = sum(statement.lineno <= line.number for statement in loop.body) - 1
+            if number >= 0:
+                found[SourceLine(line.file, loop.lineno)] = number
+    return found
+
+
 def returns(line: SourceLine) -> bool:
     """Whether a line is that of a `return`."""
     return any(isinstance(x, ast.Return) for x in _around(line))
+
+
+def renames(line: SourceLine, use: SourceLine) -> bool:
+    """Whether a later line returns a variable that a line assigns, or assigns it, as it is.
+
+    A variable that is made from itself, as a model that is updated, is returned as a matter of course.
+    """
+    statements = [x for x in _around(line) if not hasattr(x, "body")][-1:]
+    assigned = _names(statements, ast.Store) - _names(statements, ast.Load)
+    for statement in _around(use)[-1:]:
+        if isinstance(statement, ast.Return | ast.Assign):
+            value = statement.value
+            parts = value.elts if isinstance(value, ast.Tuple) else [value]
+            return any(isinstance(x, ast.Name) and x.id in assigned for x in parts)
+    return False
+
+
+def _names(statements: Sequence[ast.stmt], context: type[ast.expr_context]) -> set[str]:
+    """The names of the variables that statements assign, or read."""
+    return {
+        node.id
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, context)
+    }
 
 
 def _around(line: SourceLine) -> list[ast.stmt]:

@@ -1,0 +1,313 @@
+"""Simple changes of a line, each of which may put all results right."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._program._collective_rules import RULES
+from .._program._jaxprs import names_of
+from .._program._lines import SourceLine
+from .._program._numbers import is_key
+from .._program._stacked import MappedAxes
+from .._types import Numbers
+from ._compare import Comparison, right_values
+from ._graph import Node, needed
+from ._reruns import Change, Changes, Read, constant
+from ._suspects import Suspect
+
+
+# Offsets are tried for so many lengths of arrays.
+_MOST_LENGTHS = 4
+
+# The reductions that are tried to put the results right.
+_REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}
+# The primitives that sum over shards.
+_SUMS = ("psum", "psum_invariant")
+# How far a value moves between shards, with the words for it.
+_SHIFTS = {1: "a move to the next shard", -1: "a move to the shard before", 0: "no move"}
+_LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trial:
+    """A simple change of a line.
+
+    **Attributes:**
+
+    - `changes`: what becomes of values.
+    - `cost`: what is likely costs less.
+    - `words`: the change in words, where no other one does the same; else none.
+    - `is_added`: whether the change adds an operation, which may stand on any line that hands the value on.
+    - `is_factor`: whether it multiplies, which may be done on any line before as well.
+    - `is_fixed`: whether it gives numbers for these arguments only.
+    """
+
+    suspect: Suspect
+    changes: Changes
+    cost: int
+    words: str = ""
+    is_added: bool = False
+    is_factor: bool = False
+    is_fixed: bool = False
+
+
+def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """Values that a line makes, reduced over a mesh axis or multiplied by its size."""
+    values = suspect.values
+    if not values or not all(map(comparison.differs, values)):
+        return
+    arrays, scope = {x: comparison.got(x) for x in values}, comparison.scopes[values[0]]
+    is_float = all(array.dtype.kind in "fc" for array in arrays.values())
+    if not is_float or any(comparison.scopes[x] != scope for x in values):
+        return
+    # A line with a collective of its own may have the wrong one.
+    is_added = not any(node.name in RULES for node in suspect.nodes)
+    # What is missing in a derivative stands after it as a rule, where it comes out.
+    cost = int(suspect.transposed)
+    for at, (name, size) in enumerate(scope.sizes.items()):
+        equal = [
+            np.allclose(array, array.take([0], at), rtol=1e-10, atol=0, equal_nan=True)
+            for array in arrays.values()
+        ]
+        for collective, reduce in _REDUCTIONS.items() if not any(equal) else ():
+            changes = {x: reduced_by(x, reduce, at) for x in arrays}
+            yield Trial(suspect, changes, cost, f"with jax.lax.{collective}(..., {name!r})", True)
+        if not any(equal):
+            changes = {x: reduced_by(x, _last, at) for x in arrays}
+            words = f"with what the last shard along {name!r} has"
+            yield Trial(suspect, changes, cost + 1, words, True)
+        for factor in (float(size), 1 / size) if size > 1 and all(equal) else ():
+            changes = {x: _multiplied(x, factor) for x in arrays}
+            scaled = "multiplied" if factor > 1 else "divided"
+            words = f"{scaled} by the number of shards, {size},"
+            yield Trial(suspect, changes, cost, words, is_added, is_factor=True)
+
+
+def unreduced(comparison: Comparison) -> Iterator[Trial]:
+    """Lines without their sums or means over shards, in their derivatives too.
+
+    What a sum too many makes is right on every shard. Only a derivative, or a later sum, is too large by it.
+    """
+    sums: dict[SourceLine, list[Node]] = {}
+    for node in comparison.mesh.nodes:
+        if node.line is not None and node.name in _SUMS and names_of(node.eqn):
+            sums.setdefault(node.line, []).append(node)
+    for line, nodes in sums.items():
+        suspect = Suspect(line, False, nodes, [x for node in nodes for x in node.results], "other")
+        for is_mean in (False, True):
+            # A mean is a sum, divided by the number of shards after it.
+            changes = {
+                x: _multiplied(source, _count_of_shards(node) if is_mean else 1.0)
+                for node in nodes
+                for x, source in zip(node.results, node.operands, strict=True)
+            }
+            yield Trial(suspect, changes, 0)
+
+
+def _count_of_shards(node: Node) -> float:
+    """Over how many shards a node reduces."""
+    return float(math.prod(node.scope.sizes[name] for name in names_of(node.eqn)))
+
+
+def _multiplied(source: int, factor: float) -> Change:
+    return Change(lambda read: read(source) * factor)
+
+
+def _last(array: Numbers, axis: int, keepdims: bool) -> Numbers:
+    """What the last shard has, as a reduction of NumPy's; the axis is kept."""
+    return array.take([-1], axis)
+
+
+def reduced_by(source: int, reduce: Callable[..., Any], at: int | tuple[int, ...]) -> Change:
+    def make(read: Read) -> Numbers:
+        array = read(source)
+        return np.broadcast_to(reduce(array, axis=at, keepdims=True), array.shape)
+
+    return Change(make)
+
+
+def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """Other simple changes of a line."""
+    if suspect.transposed:
+        return
+    # The same operation in each round of a loop is changed in all rounds, also in those that are right.
+    kinds: dict[Hashable, list[Node]] = {}
+    for node in comparison.mesh.nodes:
+        if node.line == suspect.line and not node.transposed:
+            kinds.setdefault((node.name, str(node.eqn.outvars[0].aval)), []).append(node)
+    for nodes in kinds.values():
+        first = nodes[0]
+        if {*suspect.nodes}.isdisjoint(nodes) or first.kind != "run" or len(first.results) != 1:
+            continue
+        for make in _OF_COLLECTIVES.get(first.name, [_whole_numbers, _operands, _left_out]):
+            for cost, changes, text in make(comparison, suspect, nodes):
+                yield Trial(suspect, changes, cost, text)
+    yield from _positions(comparison, suspect)
+
+
+# What makes trials of nodes of one kind gives their cost, the changes, and the change in words.
+_Changed: TypeAlias = Iterator[tuple[int, Changes, str]]
+
+
+def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
+    """A move to the next shard or the one before, and none."""
+    names, sizes = names_of(nodes[0].eqn), nodes[0].scope.sizes
+    if len(names) != 1 or names[0] not in sizes:
+        return
+    at = list(sizes).index(names[0])
+    for shift, move in _SHIFTS.items():
+        changes = {
+            x: _moved(source, at, shift)
+            for node in nodes
+            for x, source in zip(node.results, node.operands, strict=True)
+        }
+        yield 0, changes, f"with {move} along {names[0]!r}"
+
+
+def _moved(source: int, at: int, shift: int) -> Change:
+    return Change(lambda read: np.roll(read(source), shift, at))
+
+
+def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
+    """The index along another axis, or times the length of a part."""
+    (name,), scope = names_of(nodes[0].eqn)[:1], nodes[0].scope
+    values = [node.results[0] for node in nodes]
+    for other, size in scope.sizes.items():
+        if other != name and size > 1:
+            changes = dict.fromkeys(values, constant(_index(scope, other)))
+            yield 0, changes, f"with jax.lax.axis_index({other!r})"
+    for length in _lengths(comparison) if name in scope.sizes else ():
+        yield 1, dict.fromkeys(values, constant(length * _index(scope, name))), ""
+
+
+def _index(scope: MappedAxes, name: Hashable, rank: int = 0) -> Numbers:
+    """The index of each shard along an axis, with all mesh axes in front of axes of size one."""
+    sizes = tuple(scope.sizes.values())
+    return np.indices(sizes)[list(scope.sizes).index(name)].reshape((*sizes, *[1] * rank))
+
+
+def _lengths(comparison: Comparison) -> list[int]:
+    """The lengths of what shards have of arrays that are split."""
+    split = [x for node in comparison.mesh.nodes if node.kind == "split" for x in node.results]
+    lengths = {n for x in split if x in comparison.values for n in comparison.values[x].shape}
+    return sorted(lengths - {0, 1})[:_MOST_LENGTHS]
+
+
+def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
+    """Truths of another shard; numbers off by one or by the index of a shard."""
+    values, scope = [node.results[0] for node in nodes], nodes[0].scope
+    aval: Any = nodes[0].eqn.outvars[0].aval
+    if aval.dtype == bool:
+        for at, size in enumerate(scope.sizes.values()):
+            for shift in range(1, size):
+                yield 0, {x: _moved(x, at, shift) for x in values}, ""
+    elif jnp.issubdtype(aval.dtype, jnp.integer):
+        for summand in (1, -1):
+            yield 0, {x: _increased(x, np.asarray(summand)) for x in values}, ""
+        indices = [node for node in suspect.nodes if node.name == "axis_index"]
+        counted = {name for node in indices for name in names_of(node.eqn)}
+        is_multiple = nodes[0].name == "mul" and suspect.evidence == "index" and not aval.shape
+        for name, _, offset in _offsets(comparison, scope, 0) if is_multiple else ():
+            if name in counted:
+                yield 1, dict.fromkeys(values, constant(offset)), ""
+        for name, length, offset in _offsets(comparison, scope, len(aval.shape), aval.shape[-1:]):
+            cost = int(length not in aval.shape[-1:])
+            yield cost, {x: _increased(x, offset) for x in values}, _added(length, name)
+
+
+def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
+    """Whole numbers that a line reads, with the index of a shard times the length of a part less or more."""
+    scope, constants = nodes[0].scope, comparison.mesh.constants
+    results_here = {x for node in suspect.nodes for x in node.results}
+    for k, operand in enumerate(nodes[0].operands):
+        aval: Any = nodes[0].eqn.invars[k].aval
+        operands = {node.operands[k] for node in nodes}
+        readers = (x for x in comparison.mesh.nodes if not operands.isdisjoint(x.operands))
+        is_compared = operand in constants and nodes[0].name in _COMPARISONS and not aval.shape
+        is_given = operand not in {*constants, *results_here, *comparison.indices}
+        if not jnp.issubdtype(aval.dtype, jnp.integer) or any(x.scope != scope for x in readers):
+            continue
+        for name, length, offset in _offsets(comparison, scope, len(aval.shape)):
+            if is_compared:
+                yield 1, {x: _increased(x, offset, scope) for x in operands}, ""
+            elif is_given and length > 1:
+                changes = {x: _increased(x, -offset, scope) for x in operands}
+                yield 1, changes, _added(-length, name)
+
+
+def _offsets(
+    comparison: Comparison, scope: MappedAxes, rank: int, lengths: Collection[int] = ()
+) -> Iterator[tuple[Hashable, int, Numbers]]:
+    """The index of each shard along an axis, times the length of a part."""
+    for name, size in scope.sizes.items():
+        for length in sorted({1, *lengths, *_lengths(comparison)}) if size > 1 else ():
+            yield name, length, length * _index(scope, name, rank)
+
+
+def _added(length: int, name: Hashable) -> str:
+    times = {1: "", -1: "-"}.get(length, f"{length} * ")
+    return f"with {times}jax.lax.axis_index({name!r}) added"
+
+
+def _left_out(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
+    """One operand in the place of what is made of two."""
+    aval = str(nodes[0].eqn.outvars[0].aval)
+    for k in range(len(nodes[0].operands) if nodes[0].name in _LEFT_OUT else 0):
+        # A line that is called several times may broadcast another operand each time.
+        if all(str(node.eqn.invars[k].aval) == aval for node in nodes):
+            yield 1, {node.results[0]: _same(node.operands[k]) for node in nodes}, ""
+
+
+def _same(source: int) -> Change:
+    return Change(lambda read: read(source))
+
+
+def _positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """Whole numbers of one device that become positions in a shard's own part of an array.
+
+    Outside of it that is its length, or they are negative or too large. What the length is, a constant tells
+    that is the length of the whole on one device.
+    """
+    if suspect.transposed or not suspect.nodes:
+        return
+    # In all calls of the line: positions that are wrong can give the right row by accident.
+    nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
+    read_here = {x for node in nodes for x in node.operands}
+    handed_on = [x for node in nodes for x in node.results if x not in read_here]
+    scope = suspect.nodes[0].scope
+    for name in [name for name, size in scope.sizes.items() if size > 1]:
+        masked, all_numbers = dict[int, Change](), dict[int, Change]()
+        for x in handed_on:
+            want, here = _whole_numbers_wanted(comparison, x), needed(nodes, [x])
+            lengths = {n for node in here for n in comparison.own_lengths(node, name)}
+            if want is None or len(lengths) != 1 or comparison.scopes[x] != scope:
+                continue
+            (n,) = lengths
+            own = want - n * _index(scope, name, want.ndim - len(scope.sizes))
+            all_numbers[x] = constant(own)
+            masked[x] = constant(np.where((own >= 0) & (own < n), own, n))
+        if masked:
+            yield Trial(suspect, all_numbers, 1, is_fixed=True)
+            # Another line than this one would mask them.
+            is_later = all(node.name != "select_n" for node in nodes)
+            yield Trial(suspect, masked, 1 + is_later, is_fixed=True)
+
+
+def _whole_numbers_wanted(comparison: Comparison, value: int) -> Numbers | None:
+    """What shards would have of whole numbers as on one device; `None` if nobody knows or it is no such."""
+    if value not in comparison.values or is_key(comparison.values[value].x):
+        return None
+    right = next(right_values(comparison, value), None)
+    return right if right is not None and right.dtype.kind in "iu" else None
+
+
+def _increased(value: int, summand: Numbers, scope: MappedAxes | None = None) -> Change:
+    return Change(lambda read: read(value) + summand, scope)
+
+
+_OF_COLLECTIVES = {"ppermute": [_moves], "axis_index": [_indices]}

@@ -1,0 +1,205 @@
+"""The program on a mesh runs again with other values at a line, and its results are judged.
+
+The idea is that of delta debugging (Zeller, Isolating cause-effect chains from computer programs, 2002): a
+line is the cause where putting it right puts the results right. Either its values become those of one device,
+or they become what a simple change of the line would make. Only the nodes after a line run again.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._program._numbers import is_key, numbers
+from .._program._stacked import MappedAxes, Stacked
+from .._types import Numbers
+from ._compare import Comparison, right_values
+from ._evaluate import Values, on_all_shards
+from ._graph import Node, needed
+from ._suspects import Suspect
+
+
+# So many nodes run again for right values, for simple changes, for specs, and for policies, each.
+MOST_NODES = 20_000
+
+# What gives a value, with all mesh axes in front.
+Read: TypeAlias = Callable[[int], Numbers]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Change:
+    """What becomes of a value.
+
+    **Attributes:**
+
+    - `make`: gives the changed numbers. It may read the value, and what its node reads.
+    - `scope`: the mesh axes over which it then may differ, if these are others than before.
+    - `is_of_first`: whether it reads what values were before anything was changed.
+    """
+
+    make: Callable[[Read], Numbers]
+    scope: MappedAxes | None = None
+    is_of_first: bool = False
+
+    def made(self, read: Read) -> Numbers:
+        """The changed numbers; those that overflow are infinite, as on devices."""
+        with np.errstate(all="ignore"):
+            return self.make(read)
+
+
+Changes: TypeAlias = Mapping[int, Change]
+# Gives the program with other arguments, or `None` where it cannot be run with them.
+Again: TypeAlias = Callable[[], "Reruns | None"]
+
+
+# How many of the wrong results are right with right values at a line. For all, no other one may be wrong.
+Outcome: TypeAlias = Literal["all", "some", "none"]
+
+
+class Reruns:
+    """The program on a mesh, run again with some values changed.
+
+    **Attributes:**
+
+    - `nodes_run`: how many nodes have run so far.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self.nodes_run = comparison, 0
+        graph = comparison.mesh
+        self._broken = frozenset(k for k, right in enumerate(comparison.right) if not right)
+        self._needed = [needed(graph.nodes, [x]) for x in graph.results]
+        # For each result the values that it depends on.
+        self._sources = [
+            {x, *(operand for node in nodes for operand in node.operands)}
+            for x, nodes in zip(graph.results, self._needed, strict=True)
+        ]
+
+    def judged(self, changes: Changes) -> Iterator[tuple[int, bool]]:
+        """The results that a change reaches, and whether each is right."""
+        run = _Rerun(self, changes)
+        reached = [k for k, xs in enumerate(self._sources) if not xs.isdisjoint(changes)]
+        # The wrong ones first, and what is made early.
+        for k in sorted(reached, key=lambda k: (k not in self._broken, len(self._needed[k]))):
+            yield k, run.is_right(k, self._needed[k])
+
+    def mends(self, changes: Changes) -> bool:
+        """Whether a change puts all results right."""
+        if any(self._sources[k].isdisjoint(changes) for k in self._broken):
+            return False
+        return all(right for _, right in self.judged(changes))
+
+    def try_right(self, suspect: Suspect) -> Outcome | None:
+        """What comes of right values at a line; `None` if nobody knows these."""
+        values, differs = suspect.values, self.comparison.differs
+        if not values or not all(map(differs, values)) or self.nodes_run > MOST_NODES:
+            return None
+        choices = [list(right_values(self.comparison, x)) for x in values]
+        if not all(choices):
+            return None
+        outcome: Outcome = "none"
+        for k in range(max(map(len, choices))):
+            chosen = [choice[min(k, len(choice) - 1)] for choice in choices]
+            right = dict(self.judged(dict(zip(values, map(constant, chosen), strict=True))))
+            if self._broken <= right.keys() and all(right.values()):
+                return "all"
+            if any(right[number] for number in self._broken & right.keys()):
+                outcome = "some"
+        if outcome == "none" and (suspect.evidence == "unsure" or all(map(self._is_whole, values))):
+            # Numbers of a part, such as positions in it, are others than those of one device.
+            return None
+        return outcome
+
+    def _is_whole(self, value: int) -> bool:
+        return numbers(self.comparison.values[value].x).dtype.kind in "iu"
+
+    def both(self, value: int, change: Change) -> tuple[Numbers, Numbers]:
+        """A value, and what becomes of it."""
+        run = _Rerun(self, {})
+        for node in needed(self.comparison.mesh.nodes, [value]):
+            run.compute(node)
+        read = run.reader(change.scope or self.comparison.scopes[value])
+        return read(value), change.made(read)
+
+
+class _Rerun:
+    """One run with some values changed. Results are computed when they are asked for."""
+
+    def __init__(self, around: Reruns, changes: Changes) -> None:
+        self._around, self._changes, self._comparison = around, changes, around.comparison
+        # The values of this run that are others than those of the first, or were not kept.
+        self._new: Values = {}
+        self._values = collections.ChainMap(self._new, self._comparison.values)
+        self._done: set[Node] = set()
+        for x in changes.keys() - self._comparison.maker.keys():
+            self._change(x)
+
+    def is_right(self, number: int, nodes: Sequence[Node]) -> bool:
+        """Whether a result is right, which needs these nodes. One whose copies differ is not."""
+        for node in nodes:
+            if node not in self._done:
+                self._done.add(node)
+                self.compute(node)
+        return self._comparison.is_right(number, self._values)
+
+    def compute(self, node: Node) -> None:
+        is_kept = all(x in self._comparison.values for x in node.results)
+        if not is_kept or not self._new.keys().isdisjoint(node.operands):
+            self._around.nodes_run += 1
+            self._comparison.evaluators[0].run_node(node, self._values)
+        for x in node.results:
+            self._change(x)
+
+    def reader(self, scope: MappedAxes) -> Read:
+        return _reader(self._values, scope)
+
+    def _change(self, x: int) -> None:
+        """Put what becomes of a value in its place."""
+        change = self._changes.get(x)
+        if change is None:
+            return
+        scope = change.scope or self._comparison.scopes[x]
+        values = self._comparison.values if change.is_of_first else self._values
+        made, old = change.made(_reader(values, scope)), self._values[x]
+        if is_key(old.x):
+            impl = jax.random.key_impl(old.x)
+            keys = jax.random.wrap_key_data(jnp.asarray(made), impl=impl)
+            self._new[x] = Stacked(keys, tuple(scope.sizes))
+            return
+        with np.errstate(all="ignore"):
+            new = np.asarray(made).astype(old.x.dtype)
+        self._new[x] = _narrowed(Stacked(new, tuple(scope.sizes)), old)
+
+
+def _narrowed(value: Stacked, old: Stacked) -> Stacked:
+    """Without the mesh axes that the value did not have, where copies are equal.
+
+    What is compiled for these mesh axes then runs again.
+    """
+    x, axes = value.x, list(value.axes)
+    for name in [name for name in axes if name not in old.axes]:
+        at = axes.index(name)
+        first = x.take([0], at)
+        if np.array_equal(np.broadcast_to(first, x.shape), x, equal_nan=x.dtype.kind in "fc"):
+            x = first.squeeze(at)
+            axes.remove(name)
+    return Stacked(x, tuple(axes))
+
+
+def constant(array: Numbers) -> Change:
+    """These numbers, whatever the value was."""
+    return Change(lambda read: array)
+
+
+def _reader(values: Mapping[int, Stacked], scope: MappedAxes) -> Read:
+    return lambda x: on_all_shards(values[x], scope)
+
+
+def are_confirmed(changes: Changes, again: Again | None) -> bool:
+    """Whether changes put all results right for other arguments too, as far as these can be had."""
+    other = again() if again is not None else None
+    return other is None or other.mends(changes)

@@ -1,0 +1,255 @@
+"""Loops that Python has unrolled: trials with another number of rounds, and with values that go on."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from .._program._jaxprs import aligned, names_of
+from .._program._lines import SourceLine, callers_of, loops_around
+from .._program._numbers import is_key, numbers
+from .._program._stacked import Stacked
+from .._types import Numbers
+from ._changes import Trial
+from ._compare import Comparison
+from ._graph import Node
+from ._reruns import Change, Changes, Read
+from ._suspects import Suspect
+
+
+# So many loops are looked at.
+_MOST_LOOPS = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Loop:
+    """A `for` or `while` statement that was unrolled.
+
+    **Attributes:**
+
+    - `line`: where the statement begins.
+    - `rounds`: the nodes of each round.
+    - `later`, `earlier`: for values of a round those of the next round in their place, and of the one before.
+    """
+
+    line: SourceLine
+    rounds: Sequence[Sequence[Node]]
+    later: Mapping[int, int]
+    earlier: Mapping[int, int]
+
+
+def of_rounds(comparison: Comparison) -> Iterator[Trial]:
+    """Trials for the loops that Python has unrolled into several rounds."""
+    for loop in _loops(comparison):
+        yield from _of_another_length(comparison, loop)
+        yield from _of_values_that_go_on(comparison, loop)
+        yield from _of_values_that_move(comparison, loop)
+
+
+def _loops(comparison: Comparison) -> list[_Loop]:
+    nodes = [node for node in comparison.mesh.nodes if not node.transposed]
+    # What a function has made that JAX has traced once has the lines of its first call.
+    times = collections.Counter(id(node.eqn) for node in nodes)
+    # For each loop the nodes with the number of the statement in its body; none where that is unknown.
+    by_line: dict[SourceLine, list[tuple[Node, int | None]]] = {}
+    # A file is searched once for each of its lines.
+    around = functools.cache(loops_around)
+    for node in nodes:
+        if times[id(node.eqn)] > 1:
+            for those in by_line.values():
+                those.append((node, None))
+        elif node.line is not None:
+            for line in (node.line, *callers_of(node.eqn)):
+                for loop, number in around(line).items():
+                    by_line.setdefault(loop, []).append((node, number))
+    found = []
+    for line, numbered in by_line.items():
+        rounds: list[list[Node]] = [[]]
+        before = 0
+        last = max(k for k, (_, statement) in enumerate(numbered) if statement is not None)
+        for node, statement in numbered[: last + 1]:
+            if statement is not None and statement < before:
+                rounds.append([])
+            before = before if statement is None else statement
+            rounds[-1].append(node)
+        if len(rounds) > 1:
+            later = _later(rounds)
+            found.append(_Loop(line, rounds, later, {after: x for x, after in later.items()}))
+    return found[:_MOST_LOOPS]
+
+
+def _later(rounds: Sequence[Sequence[Node]]) -> dict[int, int]:
+    """For values of a round those of the next round in their place."""
+    later: dict[int, int] = {}
+    for before, after in itertools.pairwise(rounds):
+        kinds = [[_kind(node) for node in nodes] for nodes in (before, after)]
+        for a, b in aligned(*kinds).items():
+            later.update(zip(before[a].results, after[b].results, strict=True))
+    return later
+
+
+def _kind(node: Node) -> Hashable:
+    return node.name, node.line, *(str(var.aval) for var in node.eqn.outvars)
+
+
+# Another number of rounds
+
+
+def _of_another_length(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
+    """One round more, one less, and none."""
+    inside = {node for nodes in loop.rounds for node in nodes}
+    read = {*comparison.mesh.results}
+    read |= {x for node in comparison.mesh.nodes if node not in inside for x in node.operands}
+    come_out = sorted({x for node in loop.rounds[-1] for x in node.results} & read)
+    if not come_out or not all(_is_number(comparison, x) for x in come_out):
+        return
+    suspect = Suspect(loop.line, False, loop.rounds[-1], come_out, "other")
+    rounds = _NextRound(comparison, loop)
+    if rounds.is_known:
+        yield Trial(suspect, {x: Change(rounds.after(x), is_of_first=True) for x in come_out}, 0)
+    for of_values in (loop.earlier, {x: _before_all(loop, x) for x in come_out}):
+        others = {x: of_values.get(x) for x in come_out}
+        changes = {x: Change(_reading(y), is_of_first=True) for x, y in others.items() if y}
+        if len(changes) == len(come_out):
+            yield Trial(suspect, changes, 0)
+
+
+def _is_number(comparison: Comparison, value: int) -> bool:
+    return value in comparison.values and not is_key(comparison.values[value].x)
+
+
+def _reading(value: int) -> Callable[[Read], Numbers]:
+    return lambda read: read(value)
+
+
+def _before_all(loop: _Loop, value: int) -> int | None:
+    """What comes into the first round where the others read a value of the round before."""
+    while value in loop.earlier:
+        value = loop.earlier[value]
+    for first, second in itertools.pairwise(loop.rounds[:2]):
+        makers = {x: node for node in first for x in node.results}
+        for node in second:
+            of_first = makers.get(loop.earlier.get(node.results[0], -1))
+            if of_first is not None and value in node.operands:
+                return of_first.operands[node.operands.index(value)]
+    return None
+
+
+class _NextRound:
+    """The round that would come after the last one.
+
+    **Attributes:**
+
+    - `is_known`: whether all that it reads is known.
+    """
+
+    def __init__(self, comparison: Comparison, loop: _Loop) -> None:
+        self._comparison, self._loop = comparison, loop
+        last = [node for nodes in loop.rounds[-2:] for node in nodes]
+        self._makers = {x: node for node in last for x in node.results}
+        self.is_known = all(_is_number(comparison, x) for node in last for x in node.operands)
+
+    def after(self, value: int) -> Callable[[Read], Numbers]:
+        """What gives the value of the next round in the place of one of the last round."""
+        return lambda read: self._next(value, read, {})
+
+    def _next(self, value: int, read: Read, known: dict[int, Numbers]) -> Numbers:
+        node = self._makers.get(value)
+        if value in self._loop.later or node is None:
+            return read(self._loop.later.get(value, value))
+        if value not in known:
+            operands = [self._operand(node, k, read, known) for k in range(len(node.operands))]
+            known |= zip(node.results, _run(self._comparison, node, operands), strict=True)
+        return known[value]
+
+    def _operand(self, node: Node, k: int, read: Read, known: dict[int, Numbers]) -> Numbers:
+        """An operand in the next round. A constant changes as it did since the round before the last."""
+        x, constants = node.operands[k], self._comparison.mesh.constants
+        before = self._makers.get(self._loop.earlier.get(node.results[0], -1))
+        if before is not None and {x, before.operands[k]} <= constants.keys():
+            return 2 * read(x) - read(before.operands[k])
+        return self._next(x, read, known)
+
+
+def _run(comparison: Comparison, node: Node, operands: Sequence[Numbers]) -> list[Numbers]:
+    """The results of a node, with all mesh axes in front, as those of its operands."""
+    axes = tuple(node.scope.sizes)
+    results = comparison.evaluators[0].results(node, [Stacked(x, axes) for x in operands])
+    return [node.scope.spread(result, axes).x for result in results]
+
+
+# Values that are the same in all rounds
+
+
+def _of_values_that_go_on(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
+    """What a line made in the round before, in the place of what comes in from outside in each round."""
+    inside = {x for nodes in loop.rounds for node in nodes for x in node.results}
+    makers = {x: node for nodes in loop.rounds for node in nodes for x in node.results}
+    for first in loop.rounds[0]:
+        row = [first]
+        while row[-1].results[0] in loop.later:
+            row.append(makers[loop.later[row[-1].results[0]]])
+        for k, x in enumerate(first.operands if len(row) == len(loop.rounds) else ()):
+            is_alike = str(first.eqn.invars[k].aval) == str(first.eqn.outvars[0].aval)
+            stays = all(node.operands[k : k + 1] == (x,) for node in row)
+            if is_alike and stays and x not in inside and _is_number(comparison, x):
+                changes = {
+                    node.results[0]: _with_operand(comparison, node, k, before.results[0])
+                    for before, node in itertools.pairwise(row)
+                }
+                yield Trial(Suspect(first.line, False, row, [*changes], "other"), changes, 1)
+
+
+def _with_operand(comparison: Comparison, node: Node, k: int, value: int) -> Change:
+    """What a node makes if it reads another value."""
+    operands = [*node.operands]
+    operands[k] = value
+    return Change(lambda read: _run(comparison, node, list(map(read, operands)))[0])
+
+
+def _of_values_that_move(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
+    """What comes in from outside in each round, as if it went from shard to shard as others do in a ring."""
+    inside = {x for nodes in loop.rounds for node in nodes for x in node.results}
+    moves = [node for nodes in loop.rounds for node in nodes if node.name == "ppermute"]
+    if not moves or len(names := names_of(moves[0].eqn)) != 1:
+        return
+    at = [*moves[0].scope.sizes].index(names[0])
+    # The nodes that read such a value, with the numbers of their rounds: for the first result of the first
+    # of them, and the value.
+    reading: dict[tuple[int, int], list[tuple[int, Node]]] = {}
+    for number, nodes in enumerate(loop.rounds):
+        for node in nodes:
+            first = node.results[0]
+            while first in loop.earlier:
+                first = loop.earlier[first]
+            for x in {*node.operands} - inside - comparison.mesh.constants.keys():
+                if _is_number(comparison, x):
+                    reading.setdefault((first, x), []).append((number, node))
+    for (_, x), readers in reading.items():
+        is_index = numbers(comparison.values[x].x).dtype.kind in "iu"
+        for shift in (1, -1):
+            changes: Changes = {
+                y: _with_moved(comparison, node, k, x, shift * number, at)
+                for number, node in readers
+                for k, y in enumerate(node.results)
+            }
+            nodes = [node for _, node in readers]
+            # An array stays where it is because nobody moves it; an index because a line reads it.
+            if not is_index:
+                yield Trial(Suspect(moves[0].line, False, moves, [], "other"), changes, 0)
+            yield Trial(Suspect(nodes[0].line, False, nodes, [], "other"), changes, 0)
+
+
+def _with_moved(
+    comparison: Comparison, node: Node, k: int, value: int, shift: int, at: int
+) -> Change:
+    """A result of a node if it reads of a value what other shards have."""
+
+    def make(read: Read) -> Numbers:
+        operands = [np.roll(read(x), shift, at) if x == value else read(x) for x in node.operands]
+        return _run(comparison, node, operands)[k]
+
+    return Change(make, node.scope)
