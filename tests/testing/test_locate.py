@@ -1,5 +1,6 @@
 """`locate`: the line at which a call on a mesh stops computing what it computes on one device."""
 
+import functools
 import pathlib
 import re
 import runpy
@@ -530,7 +531,7 @@ def test_a_result_that_is_not_made_whole_where_it_leaves() -> None:
         return {"score": score, "weights": weights}  # leaves
 
     places = located(step, X, X[0], in_specs=(ROWS, P()), out_specs=P()).places
-    lines = [line_with("of this shard"), line_with("of this shard") + 1, line_with("leaves")]
+    lines = [line_with("of this shard") + 1, line_with("of this shard"), line_with("leaves")]
     assert [place.line for place in places] == lines
 
 
@@ -600,10 +601,51 @@ def test_a_state_with_another_policy_than_it_should_have(
     seen = sm.State(jnp.asarray(X[0]), reduce=policy)
     found = located(step, seen, X, in_specs=(None, ROWS), out_specs=(ROWS, P()))
     first, second = found.places[:2]
-    assert second.source == (
+    assert first.source == (
         f"the write policy of step(...)[1]: reduce={policy!r}, where {right!r} puts all results right"
     )
-    assert first.line == line_with({"max": "counts", "sum": "averages"}[policy])
+    assert second.line == line_with({"max": "counts", "sum": "averages"}[policy])
+
+
+def test_a_state_without_the_policy_that_it_should_have() -> None:
+    """The line that writes it may be to blame as well, and is likelier."""
+
+    def step(seen: Any, x: Any) -> Any:
+        return x, seen.set(seen.value + x.sum(0))  # counts, without a policy
+
+    found = located(
+        step, sm.State(jnp.asarray(X[0])), X, in_specs=(None, ROWS), out_specs=(ROWS, P())
+    )
+    first, second = found.places[:2]
+    assert first.line == line_with("counts, without a policy")
+    text = "the write policy of step(...)[1]: reduce=None, where 'sum' puts all results right"
+    assert second.source == text
+
+
+def own_positions(at: Any, rows: int, mistake: str) -> Any:
+    local = at - lax.axis_index("data") * rows
+    if mistake == "offset":
+        local = at - lax.axis_index("data") * (rows - (lax.axis_size("data") > 1))  # offset
+    if mistake == "mask":
+        return jnp.where(local < rows, local, rows)  # mask
+    return jnp.where((local >= 0) & (local < rows), local, rows)
+
+
+@pytest.mark.parametrize("mistake", ["offset", "mask"])
+def test_positions_in_the_own_part_of_a_table(mistake: str) -> None:
+    """On one device nobody knows what they should be. Two tables have other lengths."""
+
+    def both(table: Any, other: Any, at: Any) -> Any:
+        parts = []
+        for part in table, other:
+            local = own_positions(at, len(part), mistake)
+            parts.append(part.at[local].get(mode="fill", fill_value=0))
+        return lax.psum(parts[0] + parts[1], "data")
+
+    draw = np.random.default_rng(5)
+    args = draw.normal(size=16), draw.normal(size=24), draw.integers(16, size=20)
+    found = located(both, *args, in_specs=(ROWS, ROWS, None), out_specs=P())
+    assert line_with(mistake) in [place.line for place in found.places[:2]]
 
 
 def halves_of_shards(x: Any) -> Any:
@@ -747,8 +789,34 @@ def test_a_line_that_only_hands_a_part_on() -> None:
         return own, rest  # not made whole
 
     found = located(lambda x: jnp.tanh(part(x)[0]), out_specs=P())
-    texts = "a part of it", "not made whole"
+    texts = "not made whole", "a part of it"
     assert [place.line for place in found.places[:2]] == [*map(line_with, texts)]
+
+
+def test_a_model_that_is_updated_is_returned_as_a_matter_of_course() -> None:
+    def step(x: Any) -> Any:
+        mean = jnp.zeros_like(x[0])
+        mean = mean + x.mean(0)  # updated by a shard
+        return mean, x  # updated and returned
+
+    found = located(step, out_specs=(P(), ROWS))
+    texts = "updated by a shard", "updated and returned"
+    assert [place.line for place in found.places[:2]] == [*map(line_with, texts)]
+
+
+def squared(x: Any) -> Any:
+    return (x * x).sum(0)  # right where it is called first
+
+
+def test_a_function_that_is_right_in_another_call_is_not_to_blame() -> None:
+    def both(x: Any) -> Any:
+        right = lax.psum(squared(x), "data")
+        wrong = squared(2 * x)  # not summed
+        return right + wrong
+
+    texts = "not summed", "right where it is called first"
+    places = located(both, out_specs=P()).places
+    assert [place.line for place in places[:2]] == [*map(line_with, texts)]
 
 
 # Loops, pieces, truths, calls: lines that come before others that are as wrong
@@ -787,6 +855,65 @@ def with_rows_after(x: Any) -> Any:
     return x * 2 + jnp.concatenate([x[1:], after])
 
 
+def smoothed(x: Any, own_edge: bool = False) -> Any:
+    n, scaled = lax.axis_size("data"), jnp.tanh(x)
+    before = lax.ppermute(scaled[-1:], "data", [(i, (i + 1) % n) for i in range(n)])
+    if own_edge:
+        before = scaled[-1:]  # its own edge
+    around = jnp.concatenate([before, scaled])
+    return around[1:] - around[:-1]
+
+
+def smoothed_with_the_largest(x: Any) -> Any:
+    n = lax.axis_size("data")
+    scaled = x / jnp.abs(x).max()  # of own rows, with edges
+    before = lax.ppermute(scaled[-1:], "data", [(i, (i + 1) % n) for i in range(n)])
+    around = jnp.concatenate([before, scaled])
+    return around[1:] - around[:-1]
+
+
+def summed_in_rounds(x: Any, rounds: int, then: Any = lambda x, moved: moved) -> Any:
+    n, total, moved = lax.axis_size("data"), jnp.zeros_like(x[0]), x
+    for _ in range(rounds):  # another number of rounds
+        total = total + jnp.tanh(moved).sum(0)
+        onward = [(i, (i + 1) % n) for i in range(n)]
+        moved = lax.ppermute(then(x, moved), "data", onward)  # what goes on
+    return total
+
+
+def one_round_less(x: Any) -> Any:
+    return summed_in_rounds(x, max(lax.axis_size("data") - 1, 1))
+
+
+def one_round_more(x: Any) -> Any:
+    return summed_in_rounds(x, lax.axis_size("data") + (lax.axis_size("data") > 1))
+
+
+def no_round_on_one_device(x: Any) -> Any:
+    return lax.psum(x.sum(0), "data") + summed_in_rounds(x, lax.axis_size("data") - 1)
+
+
+def the_first_goes_on(x: Any) -> Any:
+    return summed_in_rounds(x, lax.axis_size("data"), lambda x, moved: x)
+
+
+def paired(x: Any) -> Any:
+    n, total, moved, stays = lax.axis_size("data"), 0 * x[0], x, x * x
+    for _ in range(n):
+        total = total + (jnp.tanh(moved) * stays).sum(0)
+        moved = lax.ppermute(moved, "data", [(i, (i + 1) % n) for i in range(n)])  # one of two
+    return total
+
+
+def numbered_in_rounds(x: Any) -> Any:
+    n, me, total, moved = lax.axis_size("data"), lax.axis_index("data"), 0 * x[0], x
+    for _ in range(n):
+        number = me * len(x) + jnp.arange(len(x))  # always its own number
+        total = total + number @ jnp.tanh(moved)
+        moved = lax.ppermute(moved, "data", [(i, (i + 1) % n) for i in range(n)])
+    return total
+
+
 def small_everywhere(x: Any) -> Any:
     own = (jnp.abs(x) < 1.5).all()
     everywhere = lax.pmax(own.astype("int32"), "data") > 0  # somewhere
@@ -817,6 +944,17 @@ def compared(x: Any) -> Any:
     return a + b
 
 
+# These give the same on all shards.
+OF_ALL_SHARDS = {
+    in_its_own_dtype,
+    one_round_less,
+    one_round_more,
+    no_round_on_one_device,
+    paired,
+    numbered_in_rounds,
+}
+
+
 @pytest.mark.parametrize(
     ("fun", "text"),
     [
@@ -824,6 +962,13 @@ def compared(x: Any) -> Any:
         (descended, "in the loop and before it"),
         (with_rows_before, "backward"),
         (with_rows_after, "nothing after"),
+        (functools.partial(smoothed, own_edge=True), "its own edge"),
+        (smoothed_with_the_largest, "of own rows, with edges"),
+        (one_round_less, "another number of rounds"),
+        (one_round_more, "another number of rounds"),
+        (no_round_on_one_device, "another number of rounds"),
+        (paired, "one of two"),
+        (numbered_in_rounds, "always its own number"),
         (small_everywhere, "somewhere"),
         (in_its_own_dtype, "narrowed"),
         (numbered, "times the shards"),
@@ -831,8 +976,14 @@ def compared(x: Any) -> Any:
     ],
 )
 def test_the_line_that_comes_first(fun: Any, text: str) -> None:
-    out = P() if fun is in_its_own_dtype else ROWS
+    out = P() if fun in OF_ALL_SHARDS else ROWS
     assert located(fun, out_specs=out).places[0].line == line_with(text)
+
+
+def test_what_goes_on_from_round_to_round() -> None:
+    """The mean over the shards of what each has in the end would be right as well."""
+    places = located(the_first_goes_on, out_specs=P()).places
+    assert line_with("what goes on") in [place.line for place in places]
 
 
 def test_numbers_that_differ_are_shown_apart() -> None:

@@ -279,6 +279,10 @@ def _positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
     read_here = {x for node in nodes for x in node.operands}
     handed_on = [x for node in nodes for x in node.results if x not in read_here]
+    before = set(needed(comparison.mesh.nodes, handed_on)) - {*nodes}
+    if any(comparison.is_unrelated(x) for node in before for x in node.results):
+        # Positions of what is wrong already are wrong as well.
+        return
     scope = suspect.nodes[0].scope
     for name in [name for name, size in scope.sizes.items() if size > 1]:
         masked, all_numbers = dict[int, Change](), dict[int, Change]()

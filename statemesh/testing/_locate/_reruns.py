@@ -20,7 +20,7 @@ from .._types import Numbers
 from ._compare import Comparison, right_values
 from ._evaluate import Values, on_all_shards
 from ._graph import Node, needed
-from ._suspects import Suspect
+from ._suspects import OF_ORDER, Suspect, is_first
 
 
 # So many nodes run again for right values, for simple changes, for specs, and for policies, each.
@@ -109,10 +109,15 @@ class Reruns:
                 return "all"
             if any(right[number] for number in self._broken & right.keys()):
                 outcome = "some"
-        if outcome == "none" and (suspect.evidence == "unsure" or all(map(self._is_whole, values))):
-            # Numbers of a part, such as positions in it, are others than those of one device.
+        # Positions in a part, and what is counted or sorted in it, are others than those of one device.
+        if outcome == "none" and (all(map(self._is_whole, values)) or self._is_of_order(suspect)):
             return None
         return outcome
+
+    def _is_of_order(self, suspect: Suspect) -> bool:
+        """Whether the order of a part decides what a line makes."""
+        first = [node for node in suspect.nodes if is_first(self.comparison, node)]
+        return bool(first) and all(node.name in OF_ORDER for node in first)
 
     def _is_whole(self, value: int) -> bool:
         return numbers(self.comparison.values[value].x).dtype.kind in "iu"

@@ -13,11 +13,15 @@ from ._compare import Comparison, right_values
 from ._graph import Node
 
 
-# Operations that give for a part what only the part knows.
-_OF_A_PART = (
+# Operations that give for a part what only the part knows: those that count or sort, and those that
+# rearrange.
+OF_ORDER = (
     *("iota", "cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort", "top_k"),
-    *("argmax", "argmin", "slice", "dynamic_slice", "concatenate", "pad", "rev", "gather"),
-    "reduce_window_sum",
+    *("argmax", "argmin", "reduce_window_sum"),
+)
+_OF_A_PART = (
+    *OF_ORDER,
+    *("slice", "dynamic_slice", "concatenate", "pad", "rev", "gather"),
 )
 
 # These reduce over shards; in checked programs they have longer names.
