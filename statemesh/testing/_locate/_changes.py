@@ -17,7 +17,7 @@ from .._types import Numbers
 from ._compare import Comparison, right_values
 from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant
-from ._suspects import Suspect
+from ._suspects import Suspect, is_wrong_before
 
 
 # Offsets are tried for so many lengths of arrays.
@@ -279,9 +279,8 @@ def _positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
     read_here = {x for node in nodes for x in node.operands}
     handed_on = [x for node in nodes for x in node.results if x not in read_here]
-    before = set(needed(comparison.mesh.nodes, handed_on)) - {*nodes}
-    if any(comparison.is_unrelated(x) for node in before for x in node.results):
-        # Positions of what is wrong already are wrong as well.
+    if is_wrong_before(comparison, nodes):
+        # Right positions put right what was wrong before.
         return
     scope = suspect.nodes[0].scope
     for name in [name for name, size in scope.sizes.items() if size > 1]:

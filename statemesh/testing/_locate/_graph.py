@@ -19,7 +19,7 @@ from .._program._jaxprs import (
     opened,
     operands_of_call,
 )
-from .._program._lines import SourceLine, by_statemesh, is_transposed, line_of
+from .._program._lines import SourceLine, by_statemesh, callers_of, is_transposed, line_of
 from .._program._stacked import MappedAxes, names_of_spec
 
 
@@ -41,6 +41,7 @@ class Node:
     - `around`: the mesh axes over which its results may differ: where parts are joined, those around the
         `shard_map`.
     - `line`: the user's line: of the equation, or of the innermost call around it that has one.
+    - `callers`: the user's lines around that line, the innermost first.
     - `transposed`: whether it belongs to a backward pass.
     - `caller`: the name of the outermost function of a library that it belongs to.
     - `is_own`: whether the user's code runs it, with no library in between but JAX.
@@ -54,6 +55,7 @@ class Node:
     scope: MappedAxes
     around: MappedAxes
     line: SourceLine | None
+    callers: tuple[SourceLine, ...]
     transposed: bool
     caller: str = ""
     is_own: bool = True
@@ -111,10 +113,11 @@ def needed(nodes: Sequence[Node], results: Iterable[int]) -> tuple[Node, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Around:
-    """What runs the equations of a jaxpr: the mesh axes, the user's line, and a function of a library."""
+    """What runs the equations of a jaxpr: the mesh axes, the user's lines, and a function of a library."""
 
     scope: MappedAxes
     line: SourceLine | None
+    callers: tuple[SourceLine, ...] = ()
     transposed: bool = False
     caller: str = ""
 
@@ -149,6 +152,7 @@ class _Flattening:
 
     def _equation(self, eqn: Equation, operands: Sequence[int], around: _Around) -> Sequence[int]:
         name, scope, line = eqn.primitive.name, around.scope, line_of(eqn)
+        callers = around.callers if line is None else callers_of(eqn)
         transposed = around.transposed or is_transposed(eqn)
         if is_identity(eqn) or name in _NAMES:
             return operands
@@ -157,13 +161,13 @@ class _Flattening:
         if name in CALLS:
             # Without a line of the user's inside, the call is a library's.
             caller = around.caller or str(eqn.params.get("name", ""))
-            inside = _Around(scope, line or around.line, transposed, caller)
+            inside = _Around(scope, line or around.line, callers, transposed, caller)
             return self.run(called(eqn), operands_of_call(eqn, operands), inside)
         results = tuple(self.new(len(eqn.outvars)))
         caller = around.caller if line is None else ""
         fields = eqn, tuple(operands), results, scope, scope
         line, is_own = line or around.line, not by_statemesh(eqn)
-        self.nodes.append(Node("run", *fields, line, transposed, caller, is_own))
+        self.nodes.append(Node("run", *fields, line, callers, transposed, caller, is_own))
         return results
 
     def _shard_map(self, eqn: Equation, operands: Sequence[int], around: _Around) -> list[int]:
@@ -176,7 +180,7 @@ class _Flattening:
             (result,) = self.new(1)
             after = outer if kind == "join" else scope
             fields = eqn, (x,), (result,), scope, after
-            self.nodes.append(Node(kind, *fields, None, transposed, spec=spec))
+            self.nodes.append(Node(kind, *fields, None, (), transposed, spec=spec))
             return result
 
         inputs = [moved("split", x, s) for x, s in zip(operands, params["in_specs"], strict=True)]

@@ -4,12 +4,12 @@ import builtins
 import re
 from collections.abc import Sequence
 
-from .._program._lines import SourceLine, callers_of
+from .._program._lines import SourceLine
 from ._changes import Trial, reductions, simple_changes, unreduced
 from ._compare import Comparison
 from ._reruns import MOST_NODES, Again, Reruns, are_confirmed
 from ._rounds import of_rounds
-from ._suspects import Suspect
+from ._suspects import Suspect, of_single_calls
 
 
 # A cause that may stand at more lines than these is not sure.
@@ -36,7 +36,8 @@ def mending(
         numbers may be right by accident. None inside of loops.
     """
     comparison = reruns.comparison
-    trials = [x for suspect in suspects for x in reductions(comparison, suspect)]
+    calls = [call for suspect in suspects for call in of_single_calls(suspect)]
+    trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
     if others is not None:
         trials += unreduced(comparison)
         for suspect in (*suspects, *others):
@@ -108,13 +109,13 @@ def _after(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:
     There is a `None` among them where the value goes to another function: nobody knows by which lines.
     """
     lines: set[SourceLine | None] = set()
-    callers = [callers_of(node.eqn) for node in comparison.mesh.nodes if node.line is not None]
+    callers = [node.callers for node in comparison.mesh.nodes if node.line is not None]
     # How many lines of the user's are around those of the mapped function itself.
     depth = min(map(len, callers), default=0)
     for x in trial.changes:
-        around = callers_of(comparison.maker[x].eqn)
+        around = comparison.maker[x].callers
         for reader in [node for node in comparison.mesh.nodes if x in node.operands]:
-            if reader.kind == "run" and callers_of(reader.eqn) == around:
+            if reader.kind == "run" and reader.callers == around:
                 lines.add(reader.line)
             elif reader.kind == "run" or len(around) > depth:
                 lines.add(None)

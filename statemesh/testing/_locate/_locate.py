@@ -15,7 +15,7 @@ from ..._jax._frames import without_own_frames
 from .. import _errors as errors
 from .._program._collective_rules import RULES
 from .._program._doubled import widened
-from .._program._lines import SourceLine, callers_of, renames, returns, uses_of
+from .._program._lines import SourceLine, renames, returns, uses_of
 from .._program._numbers import is_inexact, is_numpy, promoted
 from .._program._other_values import generic
 from .._program._trace import (
@@ -359,7 +359,9 @@ def _places_at(
     is_incomplete = suspect.evidence in incomplete or (trial is not None and trial.is_added)
     if not is_incomplete or line is None or suspect.transposed:
         return [place]
-    call = call_to_blame(comparison, suspect)
+    # A line that a change puts right is not right elsewhere.
+    is_own = trial is not None and not trial.is_added
+    call = None if is_own else call_to_blame(comparison, suspect)
     handed_on = _handed_on(comparison, suspect, call or line)
     # Who gives a value another name, or returns it by its name, had something else to do with it.
     renamed = [x for x in handed_on if renames(call or line, x)]
@@ -391,10 +393,10 @@ def _handed_on(comparison: Comparison, suspect: Suspect, line: SourceLine) -> Se
     values = {*suspect.values}
     readers = [node for node in comparison.mesh.nodes if not values.isdisjoint(node.operands)]
     # A function that one of both lines calls may read them too.
-    calling = {line for node in readers for line in callers_of(node.eqn)}
+    calling = {line for node in readers for line in node.callers}
     if line in calling:
         return []
-    uses, around = uses_of(line)[:1], callers_of(suspect.nodes[-1].eqn)
+    uses, around = uses_of(line)[:1], suspect.nodes[-1].callers
     if returns(line):
         uses += around[:1]
     if any(node.kind == "join" for node in readers):

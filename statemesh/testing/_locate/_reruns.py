@@ -20,7 +20,7 @@ from .._types import Numbers
 from ._compare import Comparison, right_values
 from ._evaluate import Values, on_all_shards
 from ._graph import Node, needed
-from ._suspects import OF_ORDER, Suspect, is_first
+from ._suspects import OF_ORDER, Suspect, is_first, is_wrong_before
 
 
 # So many nodes run again for right values, for simple changes, for specs, and for policies, each.
@@ -110,7 +110,12 @@ class Reruns:
             if any(right[number] for number in self._broken & right.keys()):
                 outcome = "some"
         # Positions in a part, and what is counted or sorted in it, are others than those of one device.
-        if outcome == "none" and (all(map(self._is_whole, values)) or self._is_of_order(suspect)):
+        is_of_order = all(map(self._is_whole, values)) or self._is_of_order(suspect)
+        if (
+            outcome == "none"
+            and is_of_order
+            and not is_wrong_before(self.comparison, suspect.nodes)
+        ):
             return None
         return outcome
 

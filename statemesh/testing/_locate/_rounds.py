@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import numpy as np
 
 from .._program._jaxprs import aligned, names_of
-from .._program._lines import SourceLine, callers_of, loops_around
+from .._program._lines import SourceLine, loops_around
 from .._program._numbers import is_key, numbers
 from .._program._stacked import Stacked
 from .._types import Numbers
@@ -62,7 +62,7 @@ def _loops(comparison: Comparison) -> list[_Loop]:
             for those in by_line.values():
                 those.append((node, None))
         elif node.line is not None:
-            for line in (node.line, *callers_of(node.eqn)):
+            for line in (node.line, *node.callers):
                 for loop, number in around(line).items():
                     by_line.setdefault(loop, []).append((node, number))
     found = []

@@ -2,15 +2,15 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
-from .._program._lines import SourceLine, callers_of, line_of_gradient
+from .._program._lines import SourceLine, line_of_gradient
 from ._compare import Comparison, right_values
-from ._graph import Node
+from ._graph import Node, needed
 
 
 # Operations that give for a part what only the part knows: those that count or sort, and those that
@@ -26,6 +26,11 @@ _OF_A_PART = (
 
 # These reduce over shards; in checked programs they have longer names.
 _REDUCTIONS = ("psum", "pmax", "pmin")
+
+# So many calls of a function are looked at one by one.
+_MOST_CALLS = 4
+
+Callers: TypeAlias = tuple[SourceLine, ...]
 
 # What speaks for a line:
 # - "first": of values that are right, or parts of them, it makes one that is neither;
@@ -166,14 +171,31 @@ def _wrong_call(comparison: Comparison, nodes: Sequence[Node]) -> SourceLine | N
         return None
     alike = [x for x in comparison.mesh.nodes if x.line == first.line]
     unrelated = [x for x in alike if any(map(comparison.is_unrelated, x.results))]
-    wrong = {callers_of(x.eqn) for x in unrelated if x.transposed == first.transposed}
-    right = {callers_of(x.eqn) for x in alike if x.transposed == first.transposed} - wrong
+    wrong = {x.callers for x in unrelated if x.transposed == first.transposed}
+    right = {x.callers for x in alike if x.transposed == first.transposed} - wrong
     if len(wrong) != 1 or not right:
         return None
     (path,) = wrong
+    return _call_alone(path, right)
+
+
+def _call_alone(path: Callers, others: Collection[Callers]) -> SourceLine | None:
+    """The innermost of the lines around a line that are others in other calls."""
     return next(
-        (line for k, line in enumerate(path) if any(x[k : k + 1] != (line,) for x in right)), None
+        (line for k, line in enumerate(path) if any(x[k : k + 1] != (line,) for x in others)), None
     )
+
+
+def of_single_calls(suspect: Suspect) -> Iterator[Suspect]:
+    """What a line makes in each of several calls of its function, with the lines that call it."""
+    paths = list(dict.fromkeys(node.callers for node in suspect.nodes))
+    for path in paths[:_MOST_CALLS] if len(paths) > 1 and not suspect.transposed else ():
+        line = _call_alone(path, [x for x in paths if x != path])
+        nodes = [node for node in suspect.nodes if node.callers == path]
+        made = {x for node in nodes for x in node.results}
+        values = [x for x in suspect.values if x in made]
+        if line is not None and values:
+            yield Suspect(line, False, nodes, values, suspect.evidence)
 
 
 def call_to_blame(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
@@ -186,25 +208,29 @@ def call_to_blame(comparison: Comparison, suspect: Suspect) -> SourceLine | None
         for node in comparison.mesh.nodes
         if node.line == suspect.line and node.transposed == suspect.transposed
     ]
-    wrong = [callers_of(node.eqn) for node in suspect.nodes]
-    # These lead to no wrong result, and are more than the parts of one device's.
+    read_here = {x for node in alike for x in node.operands}
+    wrong = [node.callers for node in suspect.nodes]
+    # What these hand on leads to no wrong result, and is more than the parts of one device's.
     right = {
-        callers_of(node.eqn)
+        node.callers
         for node in alike
-        if node not in suspect.nodes and any(map(comparison.differs, node.results))
+        if node not in suspect.nodes
+        and any(comparison.differs(x) and x not in read_here for x in node.results)
     } - {*wrong}
-    if not right:
-        return None
-    return next(
-        (line for k, line in enumerate(wrong[-1]) if any(x[k : k + 1] != (line,) for x in right)),
-        None,
-    )
+    return _call_alone(wrong[-1], right)
 
 
 def is_first(comparison: Comparison, node: Node) -> bool:
     """Whether a node makes something unrelated of what is related."""
     makes = any(map(comparison.is_unrelated, node.results))
     return makes and not any(map(comparison.is_unrelated, node.operands))
+
+
+def is_wrong_before(comparison: Comparison, nodes: Sequence[Node]) -> bool:
+    """Whether anything unrelated leads to what nodes make, besides what they make themselves."""
+    made = [x for node in nodes for x in node.results]
+    before = {*needed(comparison.mesh.nodes, made)} - {*nodes}
+    return any(comparison.is_unrelated(x) for node in before for x in node.results)
 
 
 def _is_reduction_of_partial(comparison: Comparison, node: Node) -> bool:
