@@ -1,6 +1,7 @@
 """Simple changes of a line, each of which may put all results right."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from .._program._stacked import MappedAxes
 from .._types import Numbers
 from ._compare import Comparison, right_values
 from ._graph import Node, needed
-from ._reruns import Change, Changes, Read, constant
+from ._reruns import Change, Changes, Read, constant, results_on_all_shards
 from ._suspects import Suspect, is_wrong_before
 
 
@@ -227,7 +228,7 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
     for k, operand in enumerate(nodes[0].operands):
         aval: Any = nodes[0].eqn.invars[k].aval
         operands = {node.operands[k] for node in nodes}
-        readers = (x for x in comparison.mesh.nodes if not operands.isdisjoint(x.operands))
+        readers = [x for x in comparison.mesh.nodes if not operands.isdisjoint(x.operands)]
         is_compared = operand in constants and nodes[0].name in _COMPARISONS and not aval.shape
         is_given = operand not in {*constants, *results_here, *comparison.indices}
         if not jnp.issubdtype(aval.dtype, jnp.integer) or any(x.scope != scope for x in readers):
@@ -238,6 +239,29 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
             elif is_given and length > 1:
                 changes = {x: _increased(x, -offset, scope) for x in operands}
                 yield 1, changes, _added(-length, name)
+                if any(node.kind == "join" for node in readers):
+                    # It may leave as it is, and be read in another form.
+                    yield 1, _read_as(comparison, readers, operands, -offset), ""
+
+
+def _read_as(
+    comparison: Comparison, readers: Sequence[Node], operands: Collection[int], summand: Numbers
+) -> Changes:
+    """What nodes make where they read whole numbers with something added."""
+
+    def make(node: Node, number: int, read: Read) -> Numbers:
+        given = [
+            (read(x) + summand).astype(read(x).dtype) if x in operands else read(x)
+            for x in node.operands
+        ]
+        return results_on_all_shards(comparison, node, given)[number]
+
+    return {
+        x: Change(functools.partial(make, node, number), node.scope)
+        for node in readers
+        if node.kind == "run"
+        for number, x in enumerate(node.results)
+    }
 
 
 def _offsets(

@@ -117,10 +117,17 @@ class Comparison:
         """What shards have, with all mesh axes of the value's scope in front."""
         return on_all_shards(self.values[value], self.scopes[value])
 
-    def is_right(self, number: int, values: Mapping[int, Stacked]) -> bool:
-        """Whether a result of another run is right. One whose copies differ is not."""
+    def is_right(
+        self, number: int, values: Mapping[int, Stacked], other: Node | None = None
+    ) -> bool:
+        """Whether a result of another run is right. One whose copies differ is not.
+
+        **Arguments:**
+
+        - `other`: the node that made it, if it is another one.
+        """
         operand, want = self.mesh.results[number], whole(self.ends[1][number])
-        join, value = self.maker.get(operand), values[operand]
+        join, value = other or self.maker.get(operand), values[operand]
         if join is not None and self._has_unequal_copies(join, values[join.operands[0]]):
             return False
         if value.x.dtype != self.ends[1][number].x.dtype:
@@ -271,14 +278,22 @@ class Comparison:
         # A constant may be one of the program around.
         got = [on_all_shards(self.values[x], scope) for x in operands]
         ends = np.cumsum([piece.shape[at] for piece in got])[:-1]
+        unit = self._unit(self.values[result])
+
+        def is_same(a: Numbers, b: Numbers) -> bool:
+            return a.shape == b.shape and bool(np.all(distances(a, b) <= tolerated(b, 0.0, unit)))
+
         for right in right_values(self, result):
-            pieces, unit = np.split(right, ends, at), self._unit(self.values[result])
-            pairs_of = zip(got, pieces, strict=True)
-            same = [bool(np.all(distances(a, b) <= tolerated(b, 0.0, unit))) for a, b in pairs_of]
+            pieces = np.split(right, ends, at)
+            same = list(map(is_same, got, pieces))
+            if all(any(is_same(a, b) for b in pieces) for a in got):
+                # All of them are right, in another order.
+                self.relations.update(dict.fromkeys(operands, Relation()))
+                return
             if any(same) and not all(same):
-                for x, piece, is_same in zip(operands, pieces, same, strict=True):
+                for x, piece, is_right in zip(operands, pieces, same, strict=True):
                     known = self.relations[x]
-                    if is_same:
+                    if is_right:
                         self.relations[x] = Relation()
                     elif self.scopes[x] == scope and (known is None or not known.is_partial):
                         self.relations[x], self.pieces[x] = None, piece

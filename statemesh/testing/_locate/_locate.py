@@ -217,7 +217,7 @@ def _located(
     if not likeliest:
         likeliest, reason, is_explained = places(comparison, again)
         if not is_explained:
-            of_specs, reason_of_specs = of_other_axes(comparison, arguments, again)
+            of_specs, reason_of_specs = of_other_axes(comparison, arguments, paths, again)
             likeliest, reason = [*of_specs, *likeliest], reason_of_specs or reason
         of_policies, has_policy = of_other_policies(comparison, arguments, paths, again)
         # A line can do what another policy would, and is likelier where a state has none.
@@ -361,16 +361,15 @@ def _places_at(
         return [place]
     # A line that a change puts right is not right elsewhere.
     is_own = trial is not None and not trial.is_added
-    call = None if is_own else call_to_blame(comparison, suspect)
-    handed_on = _handed_on(comparison, suspect, call or line)
+    is_partial = suspect.evidence == "related" and not is_own
+    call = call_to_blame(comparison, suspect) if is_partial else None
+    handed_on = _handed_on(comparison, suspect, line) if call is None else uses_of(call)[:1]
     # Who gives a value another name, or returns it by its name, had something else to do with it.
     renamed = [x for x in handed_on if renames(call or line, x)]
     others = [x for x in handed_on if x not in renamed]
-    calls = [call] if call is not None else []
-    return [
-        *at([*renamed, *calls]),
-        *([place, *at(others)] if call is None else [*at(others), place]),
-    ]
+    if call is None:
+        return [*at(renamed), place, *at(others)]
+    return [*at([*renamed, call, *others]), place]
 
 
 def _rearranged(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:

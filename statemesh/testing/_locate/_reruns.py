@@ -8,12 +8,13 @@ or they become what a simple change of the line would make. Only the nodes after
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._program._jaxprs import names_of
 from .._program._numbers import is_key, numbers
 from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
@@ -25,6 +26,9 @@ from ._suspects import OF_ORDER, Suspect, is_first, is_wrong_before
 
 # So many nodes run again for right values, for simple changes, for specs, and for policies, each.
 MOST_NODES = 20_000
+
+# What the named policies are, besides what else they do.
+OF_POLICIES = ("psum", "pmax", "pmin")
 
 # What gives a value, with all mesh axes in front.
 Read: TypeAlias = Callable[[int], Numbers]
@@ -39,11 +43,13 @@ class Change:
     - `make`: gives the changed numbers. It may read the value, and what its node reads.
     - `scope`: the mesh axes over which it then may differ, if these are others than before.
     - `is_of_first`: whether it reads what values were before anything was changed.
+    - `node`: runs in the place of the node that makes the value, if there is one. It makes nothing else.
     """
 
     make: Callable[[Read], Numbers]
     scope: MappedAxes | None = None
     is_of_first: bool = False
+    node: Node | None = None
 
     def made(self, read: Read) -> Numbers:
         """The changed numbers; those that overflow are infinite, as on devices."""
@@ -154,15 +160,34 @@ class _Rerun:
             if node not in self._done:
                 self._done.add(node)
                 self.compute(node)
-        return self._comparison.is_right(number, self._values)
+        end = self._comparison.mesh.results[number]
+        return self._comparison.is_right(number, self._values, self._other_node(end))
 
     def compute(self, node: Node) -> None:
         is_kept = all(x in self._comparison.values for x in node.results)
-        if not is_kept or not self._new.keys().isdisjoint(node.operands):
+        other = self._other_node(node.results[0])
+        if other or not is_kept or not self._new.keys().isdisjoint(node.operands):
             self._around.nodes_run += 1
-            self._comparison.evaluators[0].run_node(node, self._values)
+            self._comparison.evaluators[0].run_node(self._by_policy(other or node), self._values)
         for x in node.results:
             self._change(x)
+
+    def _other_node(self, value: int) -> Node | None:
+        change = self._changes.get(value)
+        return change.node if change is not None else None
+
+    def _by_policy(self, node: Node) -> Node:
+        """A write policy reduces over the axes along which a state may differ; in a rerun over other ones."""
+        if node.line is not None or node.is_own or not node.name.startswith(OF_POLICIES):
+            return node
+        (x,), before = node.operands, self._comparison.values
+        if x not in before or before[x].axes == self._values[x].axes:
+            return node
+        after = self._values[x].axes
+        kept = [name for name in names_of(node.eqn) if name in after]
+        names = (*kept, *(name for name in after if name not in before[x].axes))
+        eqn: Any = node.eqn
+        return dataclasses.replace(node, eqn=eqn.replace(params={**eqn.params, "axes": names}))
 
     def reader(self, scope: MappedAxes) -> Read:
         return _reader(self._values, scope)
@@ -170,7 +195,7 @@ class _Rerun:
     def _change(self, x: int) -> None:
         """Put what becomes of a value in its place."""
         change = self._changes.get(x)
-        if change is None:
+        if change is None or change.node is not None:
             return
         scope = change.scope or self._comparison.scopes[x]
         values = self._comparison.values if change.is_of_first else self._values
@@ -200,6 +225,12 @@ def _narrowed(value: Stacked, old: Stacked) -> Stacked:
     return Stacked(x, tuple(axes))
 
 
+def by(node: Node) -> Change:
+    """What another node makes, in the place of the one that makes the value."""
+    (value,) = node.results
+    return Change(lambda read: read(value), node=node)
+
+
 def constant(array: Numbers) -> Change:
     """These numbers, whatever the value was."""
     return Change(lambda read: array)
@@ -207,6 +238,15 @@ def constant(array: Numbers) -> Change:
 
 def _reader(values: Mapping[int, Stacked], scope: MappedAxes) -> Read:
     return lambda x: on_all_shards(values[x], scope)
+
+
+def results_on_all_shards(
+    comparison: Comparison, node: Node, operands: Sequence[Numbers]
+) -> list[Numbers]:
+    """The results of a node, with all mesh axes in front, as those of its operands."""
+    axes = tuple(node.scope.sizes)
+    results = comparison.evaluators[0].results(node, [Stacked(x, axes) for x in operands])
+    return [node.scope.spread(result, axes).x for result in results]
 
 
 def are_confirmed(changes: Changes, again: Again | None) -> bool:

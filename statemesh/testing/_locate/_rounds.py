@@ -11,12 +11,11 @@ import numpy as np
 from .._program._jaxprs import aligned, names_of
 from .._program._lines import SourceLine, loops_around
 from .._program._numbers import is_key, numbers
-from .._program._stacked import Stacked
 from .._types import Numbers
 from ._changes import Trial
 from ._compare import Comparison
 from ._graph import Node
-from ._reruns import Change, Changes, Read
+from ._reruns import Change, Changes, Read, results_on_all_shards
 from ._suspects import Suspect
 
 
@@ -162,7 +161,9 @@ class _NextRound:
             return read(self._loop.later.get(value, value))
         if value not in known:
             operands = [self._operand(node, k, read, known) for k in range(len(node.operands))]
-            known |= zip(node.results, _run(self._comparison, node, operands), strict=True)
+            known |= zip(
+                node.results, results_on_all_shards(self._comparison, node, operands), strict=True
+            )
         return known[value]
 
     def _operand(self, node: Node, k: int, read: Read, known: dict[int, Numbers]) -> Numbers:
@@ -172,13 +173,6 @@ class _NextRound:
         if before is not None and {x, before.operands[k]} <= constants.keys():
             return 2 * read(x) - read(before.operands[k])
         return self._next(x, read, known)
-
-
-def _run(comparison: Comparison, node: Node, operands: Sequence[Numbers]) -> list[Numbers]:
-    """The results of a node, with all mesh axes in front, as those of its operands."""
-    axes = tuple(node.scope.sizes)
-    results = comparison.evaluators[0].results(node, [Stacked(x, axes) for x in operands])
-    return [node.scope.spread(result, axes).x for result in results]
 
 
 # Values that are the same in all rounds
@@ -207,7 +201,9 @@ def _with_operand(comparison: Comparison, node: Node, k: int, value: int) -> Cha
     """What a node makes if it reads another value."""
     operands = [*node.operands]
     operands[k] = value
-    return Change(lambda read: _run(comparison, node, list(map(read, operands)))[0])
+    return Change(
+        lambda read: results_on_all_shards(comparison, node, list(map(read, operands)))[0]
+    )
 
 
 def _of_values_that_move(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
@@ -250,6 +246,6 @@ def _with_moved(
 
     def make(read: Read) -> Numbers:
         operands = [np.roll(read(x), shift, at) if x == value else read(x) for x in node.operands]
-        return _run(comparison, node, operands)[k]
+        return results_on_all_shards(comparison, node, operands)[k]
 
     return Change(make, node.scope)

@@ -1,34 +1,44 @@
 """The specs and the write policies that may be to blame."""
 
+import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
 from .._program._jaxprs import names_of
-from .._program._stacked import Stacked, as_names, names_of_spec
+from .._program._stacked import as_names, names_of_spec
 from .._types import Numbers
 from ._changes import reduced_by
 from ._compare import Comparison
 from ._evaluate import on_all_shards
 from ._graph import Node
 from ._located import Place
-from ._reruns import MOST_NODES, Again, Change, Changes, Read, Reruns, are_confirmed
+from ._reruns import (
+    MOST_NODES,
+    OF_POLICIES,
+    Again,
+    Change,
+    Changes,
+    Read,
+    Reruns,
+    are_confirmed,
+    by,
+)
 
 
-# The named policies, and the primitives that they are, besides what else they do.
+# What the named policies are in NumPy.
 _POLICIES: Mapping[str, Callable[..., Any]] = {
     "sum": np.sum,
     "mean": np.mean,
     "max": np.max,
     "min": np.min,
 }
-_OF_POLICIES = ("psum", "pmax", "pmin")
 
 
 def of_lengths(
@@ -79,54 +89,94 @@ def of_lengths(
     return [each[0][1] for each in order]
 
 
-# Of arguments
+# Of arguments and results
+
+# The value of a state, or a part of it.
+_VALUE = re.compile(r"\.value(?=[.\[]|$).*$")
+
+_Node: TypeAlias = tuple[str, Node]
 
 
 def of_other_axes(
-    comparison: Comparison, arguments: Sequence[str], again: Again
+    comparison: Comparison, arguments: Sequence[str], results: Sequence[str], again: Again
 ) -> tuple[list[Place], str | None]:
-    """The spec of an argument, if all results are right where it names another axis; and that in words."""
+    """The spec, if all results are right where it names another axis; and that in words.
+
+    **Arguments:**
+
+    - `arguments`, `results`: the paths of the arrays.
+    """
     reruns = Reruns(comparison)
-    for names, spec, other, changes in _with_other_axes(comparison, arguments):
+    for which, nodes, spec, other in _with_other_axes(comparison, arguments, results):
         if reruns.nodes_run > MOST_NODES:
             break
+        changes = {node.results[0]: by(dataclasses.replace(node, spec=other)) for _, node in nodes}
         if reruns.mends(changes) and are_confirmed(changes, again):
             got, want = errors.spec_str(spec), errors.spec_str(other)
-            states = [name.removesuffix(".value") for name in names]
-            source = f"{'in_specs' if states == names else 'the spec'} of {states[0]}: {got}"
-            tried = f"with {want} for {', '.join(states)}, all results are right"
+            states = list(dict.fromkeys(_state(path) for path, _ in nodes))
+            named = [path for path in states if path in {*map(_state, arguments)}] or states
+            source = f"{which} of {named[0]}: {got}"
+            tried = f"with {want} for {', '.join(named)}, all results are right"
             return [Place("", 0, source, "the spec", got=got, want=want, shards="")], tried
     return [], None
 
 
+def _is_of_state(path: str) -> bool:
+    return _state(path) != path
+
+
+def _state(path: str) -> str:
+    """The path of the state of whose value an array is a part; else that of the array."""
+    return _VALUE.sub("", path)
+
+
 def _with_other_axes(
-    comparison: Comparison, arguments: Sequence[str]
-) -> Iterator[tuple[Sequence[str], PartitionSpec, PartitionSpec, Changes]]:
-    """Arguments that another mesh axis of the same size splits.
+    comparison: Comparison, arguments: Sequence[str], results: Sequence[str]
+) -> Iterator[tuple[str, Sequence[_Node], PartitionSpec, PartitionSpec]]:
+    """Arguments and results that another mesh axis of the same size splits.
 
-    States with one spec are changed together, other arrays with one spec too, and then each by itself.
+    States with one spec are changed together, other arrays with one spec too, and then each by itself. A
+    state leaves as it came in.
 
-    **Arguments:**
-
-    - `arguments`: the paths of the arguments.
-
-    **Returns:** the paths of those that are changed, their spec, the other one, and the changes.
+    **Returns:** what has the spec; the paths of the arrays that are changed, with the nodes that split them
+    or put them together; their spec; and the other one.
     """
     paths = dict(zip(comparison.mesh.inputs, arguments, strict=True))
-    by_spec: dict[tuple[PartitionSpec, bool], list[Node]] = {}
-    for node in comparison.mesh.nodes:
-        if node.kind == "split" and paths.keys() >= {*node.operands}:
-            is_state = paths[node.operands[0]].endswith(".value")
-            by_spec.setdefault((node.spec, is_state), []).append(node)
-    for (spec, _), nodes in by_spec.items():
-        sizes, names = nodes[0].scope.sizes, names_of_spec(spec)
+    joins: dict[str, _Node] = {}
+    for x, path in zip(comparison.mesh.results, results, strict=True):
+        maker = comparison.maker.get(x)
+        if maker is not None and maker.kind == "join":
+            joins[path] = path, maker
+    splits = [
+        (paths[node.operands[0]], node)
+        for node in comparison.mesh.nodes
+        if node.kind == "split" and node.operands[0] in paths
+    ]
+    # For each spec what leaves as it came in, and what has it.
+    by_spec: dict[tuple[PartitionSpec, str], list[list[_Node]]] = {}
+    for path, node in splits:
+        is_state = _is_of_state(path)
+        which = "the spec" if is_state else "in_specs"
+        left = [x for x in joins.values() if is_state and _is_the_same(path, x[0])]
+        each = [(path, node), *(x for x in left if x[1].spec == node.spec)]
+        by_spec.setdefault((node.spec, which), []).append(each)
+    states = {path for path, _ in splits if _is_of_state(path)}
+    for path, node in joins.values():
+        if not any(_is_the_same(state, path) for state in states):
+            by_spec.setdefault((node.spec, "out_specs"), []).append([(path, node)])
+    for (spec, which), groups in by_spec.items():
+        sizes, names = groups[0][0][1].scope.sizes, names_of_spec(spec)
         for name, other in itertools.permutations(sizes, 2):
             if name not in names or other in names or sizes[name] != sizes[other]:
                 continue
             new = PartitionSpec(*(_with(entry, name, other) for entry in spec))
-            for group in [nodes] + [[node] for node in nodes if len(nodes) > 1]:
-                changes = {node.results[0]: _split(node, new) for node in group}
-                yield [paths[node.operands[0]] for node in group], spec, new, changes
+            for some in [groups] + [[group] for group in groups if len(groups) > 1]:
+                yield which, [each for group in some for each in group], spec, new
+
+
+def _is_the_same(argument: str, result: str) -> bool:
+    """Whether a state that is an argument has the path of a result."""
+    return _is_of_state(result) and _within(argument) == _within(result)
 
 
 def _with(entry: Any, name: Hashable, other: Hashable) -> Any:
@@ -134,17 +184,6 @@ def _with(entry: Any, name: Hashable, other: Hashable) -> Any:
     if isinstance(entry, tuple):
         return tuple(other if each == name else each for each in entry)
     return other if entry == name else entry
-
-
-def _split(node: Node, spec: PartitionSpec) -> Change:
-    """What shards have of an argument under another spec."""
-    scope = node.scope
-
-    def make(read: Read) -> Numbers:
-        whole = read(node.operands[0])[(0,) * len(scope.sizes)]
-        return on_all_shards(scope.split(Stacked(whole), spec), scope)
-
-    return Change(make, scope)
 
 
 # Of written states
@@ -171,7 +210,7 @@ def of_other_policies(
             if reruns.nodes_run > MOST_NODES:
                 return [], False
             if reruns.mends(changes) and are_confirmed(changes, again):
-                source = f"the write policy of {path.removesuffix('.value')}: reduce={policy!r}"
+                source = f"the write policy of {_state(path)}: reduce={policy!r}"
                 source += f", where {other!r} puts all results right"
                 got, want = f"reduce={policy!r}", f"reduce={other!r}"
                 place = Place("", 0, source, "the policy", got=got, want=want, shards="")
@@ -234,7 +273,7 @@ def _policy_of(comparison: Comparison, end: int) -> tuple[int | None, Node | Non
         node = comparison.maker.get(x)
         if node is not None and node.line is None and node.kind == "run":
             queue += node.operands
-            if node.name.startswith(_OF_POLICIES):
+            if node.name.startswith(OF_POLICIES):
                 reductions[node] = None
         elif node is not None and node.line is not None:
             written[x] = None
