@@ -30,8 +30,8 @@ class Adapters(NamedTuple):
 
 
 class Tuned(sm.Module):
-    up: sm.State
-    down: sm.State
+    up: sm.LongTermState
+    down: sm.LongTermState
     a: sm.ParamState
     b: sm.ParamState
     bias: sm.ParamState
@@ -51,8 +51,8 @@ def make_tuned(dtype: str) -> Tuned:
     zeros, zeros_of_b = jnp.zeros(FEATURES * RANK + CLASSES), jnp.zeros((RANK, HIDDEN))
     columns = P(None, "model")
     return Tuned(
-        up=sm.State(normal(dtype, FEATURES, HIDDEN, seed=1) / 2, spec=columns),
-        down=sm.State(normal(dtype, HIDDEN, CLASSES, seed=2) / 2, spec=P("model")),
+        up=sm.LongTermState(normal(dtype, FEATURES, HIDDEN, seed=1) / 2, spec=columns),
+        down=sm.LongTermState(normal(dtype, HIDDEN, CLASSES, seed=2) / 2, spec=P("model")),
         a=sm.ParamState(a),
         b=sm.ParamState(b, spec=columns),
         bias=sm.ParamState(jnp.zeros(CLASSES, dtype)),

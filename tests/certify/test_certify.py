@@ -215,13 +215,13 @@ def test_the_public_tables() -> None:
 @pytest.mark.slow
 def test_a_part_of_the_table_is_as_it_was(tmp_path: pathlib.Path) -> None:
     """Run as the command runs it. An outcome that changes is to be looked at, and the table made anew."""
-    command = [sys.executable, "-m", "statemesh.certify", "--out", str(tmp_path), "--every", "10"]
+    command = [sys.executable, "-m", "statemesh.certify", "--out", str(tmp_path), "--every", "40"]
     environment = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     (file,) = tmp_path.glob("jax-*.json")
     made = json.loads(file.read_text())
     rows = made["rows"]
-    assert len(rows) > 90
+    assert len(rows) > 20
     assert _table.counts(rows, ("statemesh",))["wrong"] == _table.counts(rows)["unconfirmed"] == 0
     known = json.loads((TABLES / file.name).read_text())["rows"]
     assert list(_table.differences(known, rows)) == []

@@ -230,6 +230,7 @@ def test_results_without_a_derivative_are_named() -> None:
     assert "the gradient by args[1]" in result.differentiated
 
 
+@pytest.mark.slow
 def test_a_function_without_a_derivative_needs_no_word_for_it() -> None:
     """As a step that solves a differential equation: it has one of the first order only."""
     traces = []

@@ -585,6 +585,55 @@ def test_arguments_that_another_axis_should_split(
     assert found.cause == f"with {want} for {arguments}, all results are right"
 
 
+GRID = AbstractMesh((2, 2), ("data", "model"))
+
+
+def test_a_result_that_another_axis_should_put_together() -> None:
+    def around_the_mean(x: Any) -> Any:
+        return x - lax.pmean(x.mean(0), "data")
+
+    found = located(around_the_mean, mesh=GRID, out_specs=P("model"))
+    assert found.places[0].source == "out_specs of around_the_mean(...): P('model')"
+    assert found.cause == "with P('data') for around_the_mean(...), all results are right"
+
+
+def test_a_state_that_another_axis_should_split_leaves_as_it_came_in() -> None:
+    """What it counts is reduced over the axis along which it then differs."""
+
+    def step(seen: Any, count: Any, x: Any) -> Any:
+        few = jnp.where(seen.value < 0.5, 1, 0).sum()
+        return seen.set(seen.value + x.sum(1)), count.set(count.value + few), x
+
+    states = sm.State(jnp.asarray(X[:, 0]), spec=P("model")), sm.State(0, reduce="sum")
+    found = located(
+        step, *states, X, mesh=GRID, in_specs=(None, None, ROWS), out_specs=(P(), P(), ROWS)
+    )
+    assert found.places[0].source == "the spec of args[0]: P('model')"
+    assert found.cause == "with P('data') for args[0], all results are right"
+
+
+def test_numbers_that_leave_as_they_are_and_are_read_as_positions() -> None:
+    def chosen(x: Any, at: Any) -> Any:
+        mine = (at >= 0) & (at < len(x))  # in its own part
+        found = x[jnp.clip(at, 0, len(x) - 1)]
+        return at, lax.psum(jnp.where(mine, found, 0), "data")
+
+    at = np.array([3, 11, 6, 9, 14])
+    found = located(chosen, np.arange(16.0) ** 2, at, in_specs=(ROWS, P()), out_specs=(P(), P()))
+    assert found.places[0].line == line_with("in its own part")
+
+
+def test_edges_in_another_order() -> None:
+    def around(x: Any) -> Any:
+        n, rows = lax.axis_size("data"), jnp.tanh(x)
+        before = lax.ppermute(rows[-1:], "data", [(i, i + 1) for i in range(n - 1)])
+        after = lax.ppermute(rows[:1], "data", [(i + 1, i) for i in range(n - 1)])
+        wide = jnp.concatenate([after, rows, before])  # swapped
+        return wide[2:] - 2 * wide[:-2]
+
+    assert located(around).places[0].line == line_with("swapped")
+
+
 @pytest.mark.parametrize(
     ("policy", "right", "written"),
     [

@@ -354,7 +354,8 @@ def _places_at(
             dataclasses.replace(place, file=x.file, line=x.number, source=x.source) for x in lines
         ]
 
-    if all(node.name in _REARRANGING for node in suspect.nodes):
+    is_handed = not any(is_first(comparison, node) for node in suspect.nodes)
+    if is_handed and all(node.name in _REARRANGING for node in suspect.nodes):
         return [*at(_rearranged(comparison, suspect)), place]
     is_incomplete = suspect.evidence in incomplete or (trial is not None and trial.is_added)
     if not is_incomplete or line is None or suspect.transposed:
