@@ -110,10 +110,11 @@ def _of_another_length(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
     if rounds.is_known:
         yield Trial(suspect, {x: Change(rounds.after(x), is_of_first=True) for x in come_out}, 0)
     for of_values in (loop.earlier, {x: _before_all(loop, x) for x in come_out}):
-        others = {x: of_values.get(x) for x in come_out}
-        changes = {x: Change(_reading(y), is_of_first=True) for x, y in others.items() if y}
-        if len(changes) == len(come_out):
-            yield Trial(suspect, changes, 0)
+        others = [of_values.get(x) for x in come_out]
+        known = [x for x in others if x is not None]
+        if len(known) == len(come_out):
+            changes = [Change(_reading(x), is_of_first=True) for x in known]
+            yield Trial(suspect, dict(zip(come_out, changes, strict=True)), 0)
 
 
 def _is_number(comparison: Comparison, value: int) -> bool:
