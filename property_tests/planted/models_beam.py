@@ -42,7 +42,7 @@ def make_decoder(dtype: str) -> Decoder:
         "finished": finished,
         "lengths": integers(SENTENCES, BEAMS, below=4, seed=3) + 1,
         "hidden": normal(dtype, SENTENCES, BEAMS, WIDTH, seed=4) / 2,
-        "coverage": jnp.full((SENTENCES, BEAMS, SOURCE), 0.1, dtype),
+        "coverage": jnp.full((SENTENCES, BEAMS, SOURCE), 0.1),
     }
     return Decoder(
         table=sm.ParamState(normal(dtype, WORDS, WIDTH, seed=5), spec=P("vocab")),
@@ -79,21 +79,23 @@ def embedded(table: jax.Array, tokens: jax.Array) -> Any:
 
 def advanced(decoder: Decoder, source: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One look at the source and one step of the cell; what the beams have looked at so far."""
-    beams = decoder.beams.value
-    attention = jax.nn.softmax(jnp.einsum("sbw,slw->sbl", beams["hidden"], source))
+    beams, source = decoder.beams.value, source.astype("float32")
+    before = beams["hidden"].astype("float32")
+    attention = jax.nn.softmax(jnp.einsum("sbw,slw->sbl", before, source))
     context = jnp.einsum("sbl,slw->sbw", attention, source)
     entering = embedded(decoder.table.value, beams["tokens"]) + context
-    hidden = jnp.tanh(beams["hidden"] @ decoder.recur.value + entering)
-    return hidden, beams["coverage"] + attention
+    return jnp.tanh(before @ decoder.recur.value + entering), beams["coverage"] + attention
 
 
 def log_probabilities(decoder: Decoder, hidden: jax.Array) -> jax.Array:
     """Of this shard's words among all words; often chosen ones are less likely."""
-    logits = hidden.astype("float32") @ decoder.table.value.astype("float32").T
+    logits = hidden @ decoder.table.value.astype("float32").T
     counts = decoder.counts.value
     share = counts / lax.psum(counts.sum(), "vocab")
     # mistake: share-among-own-words (statistics of a shard)
     #     share = counts / counts.sum()
+    # mistake: share-of-every-shard (doubled psum)
+    #     share = counts / lax.psum(counts.sum(), ("data", "vocab"))
     logits = (logits + decoder.bias.value) / decoder.temperature.value - 3 * share
     high = lax.pmax(logits.max(-1, keepdims=True), "vocab")
     # mistake: highest-of-own-words (dropped pmax)
@@ -195,12 +197,13 @@ def step(
     scores, parents, tokens = selected(beams["scores"][..., None] + gain)
     going = chosen_by(parents, live)
     finished, lengths = ~going | (tokens == EOS), chosen_by(parents, beams["lengths"]) + going
-    hidden, coverage = chosen_by(parents, hidden), chosen_by(parents, coverage)
+    hidden = chosen_by(parents, hidden).astype(beams["hidden"].dtype)
+    coverage = chosen_by(parents, coverage)
 
     usual = lax.pmean(lengths.mean(), "data")
     # mistake: usual-length-of-the-sum (psum for pmean)
     #     usual = lax.psum(lengths.mean(), "data")
-    covered = jnp.log(jnp.minimum(coverage.astype("float32"), 1)).sum(-1)
+    covered = jnp.log(jnp.minimum(coverage, 1)).sum(-1)
     final = jnp.where(finished, scores / (lengths / usual) ** 0.6 + 0.1 * covered, NEVER)
 
     entropy = -lax.psum((jnp.exp(logp) * logp).sum(-1), "vocab")
@@ -220,11 +223,9 @@ def step(
     beams = {"tokens": tokens, "scores": scores, "finished": finished, "lengths": lengths}
     used = jax.nn.one_hot(tokens - words[0], len(words)) * going[..., None]
     decoder = decoder.replace(
-        bias=(decoder.bias.value + 0.5 * slope).astype(hidden.dtype),
+        bias=(decoder.bias.value + 0.5 * slope).astype(decoder.bias.value.dtype),
         # The state adds up what the shards of sentences have used.
         counts=decoder.counts.value + used.sum((0, 1)),
-        # mistake: used-summed-before (doubled psum)
-        #     counts=decoder.counts.value + lax.psum(used.sum((0, 1)), "data"),
         beams=beams | {"hidden": hidden, "coverage": coverage},
         best=jnp.maximum(decoder.best.value, final.max(1)),
         temperature=decoder.temperature.value * jnp.exp(cooler),
