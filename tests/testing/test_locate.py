@@ -612,6 +612,19 @@ def test_a_state_that_another_axis_should_split_leaves_as_it_came_in() -> None:
     assert found.cause == "with P('data') for args[0], all results are right"
 
 
+@pytest.mark.parametrize("policy", ["sum", "max"])
+def test_a_state_that_would_not_differ_if_its_source_were_split_rightly(policy: Any) -> None:
+    """The policy then reduces over no axis."""
+
+    def step(seen: Any, x: Any) -> Any:
+        return seen.set(lax.psum(x.sum(0), "data")), x - lax.pmean(x.mean(0), "data")
+
+    seen = sm.State(jnp.zeros(3), reduce=policy)
+    specs = {"in_specs": (None, P("model")), "out_specs": (P(), ROWS)}
+    found = located(step, seen, X, mesh=GRID, **specs)
+    assert found.places[0].source == "in_specs of args[1]: P('model')"
+
+
 def test_numbers_that_leave_as_they_are_and_are_read_as_positions() -> None:
     def chosen(x: Any, at: Any) -> Any:
         mine = (at >= 0) & (at < len(x))  # in its own part
