@@ -292,10 +292,10 @@ def _same(source: int) -> Change:
 
 
 def _positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
-    """Whole numbers of one device that become positions in a shard's own part of an array.
+    """The whole numbers that one device has, as positions in a shard's own part of an array.
 
-    Outside of it that is its length, or they are negative or too large. What the length is, a constant tells
-    that is the length of the whole on one device.
+    A position outside of the part is the part's length, or stays negative or too large. A constant of the line
+    is that length where the same constant is the whole array's length on one device.
     """
     if suspect.transposed or not suspect.nodes:
         return
@@ -320,13 +320,13 @@ def _positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             masked[x] = constant(np.where((own >= 0) & (own < n), own, n))
         if masked:
             yield Trial(suspect, all_numbers, 1, is_fixed=True)
-            # Another line than this one would mask them.
+            # A line without a choice leaves the masking to a later line.
             is_later = all(node.name != "select_n" for node in nodes)
             yield Trial(suspect, masked, 1 + is_later, is_fixed=True)
 
 
 def _whole_numbers_wanted(comparison: Comparison, value: int) -> Numbers | None:
-    """What shards would have of whole numbers as on one device; `None` if nobody knows or it is no such."""
+    """The whole numbers that shards would have as on one device; `None` if nobody knows them."""
     if value not in comparison.values or is_key(comparison.values[value].x):
         return None
     right = next(right_values(comparison, value), None)
