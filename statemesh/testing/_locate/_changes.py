@@ -294,8 +294,8 @@ def _same(source: int) -> Change:
 def _positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     """The whole numbers that one device has, as positions in a shard's own part of an array.
 
-    A position outside of the part is the part's length, or stays negative or too large. A constant of the line
-    is that length where the same constant is the whole array's length on one device.
+    A position outside of the part is its length, or stays negative or too large. A constant of the line is
+    that length where it is the length of the whole array on one device.
     """
     if suspect.transposed or not suspect.nodes:
         return
