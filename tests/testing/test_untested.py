@@ -95,6 +95,21 @@ def test_a_key_that_stays_beside_a_count_that_goes_on_needs_none() -> None:
     assert check(of_two, two, X) == [draws_the_same("args[0]['same']")]
 
 
+def test_a_key_into_which_a_state_that_goes_on_is_folded_needs_none() -> None:
+    def noisy(states: Any, x: Any, folded: bool = True) -> Any:
+        key, calls = states
+        new = jax.random.fold_in(key, calls.value) if folded else key
+        return x + jax.random.normal(new, ()), (key, calls.set(calls.value + 1))
+
+    def alike(states: Any, x: Any) -> Any:
+        """The count goes on, and nothing is made of it."""
+        return noisy(states, x, folded=False)
+
+    states = KEY, sm.State(0)
+    assert check(noisy, states, X) == []
+    assert check(alike, states, X) == [draws_the_same("args[0][0]")]
+
+
 # What needs one
 
 

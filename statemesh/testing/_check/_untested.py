@@ -74,7 +74,7 @@ def untested(subject: Subject, calls: CallsMade) -> Iterator[str]:
     - A state that came back as it went in from every call. Parameters, other `LongTermState`s except
       `BatchState`, and states that the function does not return count as read only.
     - A random state that is drawn from and came back as it went in, or did not come back. Of a bare key only
-      the first, if no count beside it goes on: it is the caller who makes keys anew.
+      the first, if no count that goes on is folded into it: it is the caller who makes keys anew.
     - Differences between shards, if every mesh has one device.
     - Calls in a row, if nothing is fed back.
     - An argument that several results may replace.
@@ -119,28 +119,19 @@ def untested(subject: Subject, calls: CallsMade) -> Iterator[str]:
             for number in numbers
         )
 
-    places = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(calls[0][0])[0]]
-
-    def is_counted(key: int) -> bool:
-        """Whether a count in the same object goes on, as where draws fold it into a key that stays."""
-        keys = places[key]
-        around = keys[: max(len(keys) - 2, 2)]
-        return any(
-            number in returned and not unchanged([number])
-            for number in subject.call.counters
-            if len(places[number]) == len(keys) and places[number][: len(around)] == around
-        )
+    going_on = {x for x in returned if not unchanged([x])}
 
     draws_again = (
         "every call draws the same. Return what the draw returns: `key, rng = rng.split()`."
     )
     for path, node, numbers in _states_and_keys(calls[0][0]):
         if isinstance(node, sm.RandomState) or is_key(node):
-            if not set(numbers) & subject.call.drawn:
+            # A bare key may stay where a count that goes on is folded into it before each draw.
+            counted = set[int]() if sm.is_state(node) else going_on - {*numbers}
+            draws = [x for x in subject.call.drawn if x & {*numbers} and not x & counted]
+            if not draws:
                 continue
             if unchanged(numbers):
-                if not sm.is_state(node) and is_counted(numbers[0]):
-                    continue
                 yield (
                     f"{path}: random numbers are drawn from it, and it comes back as it went in, so that "
                     f"{draws_again}"

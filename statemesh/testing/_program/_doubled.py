@@ -179,7 +179,7 @@ class Doubled:
         return rounded_literals(self.trace.closed, self.trace.exact)
 
     @cached_property
-    def _flow(self) -> tuple[list[Sources], Sources]:
+    def _flow(self) -> tuple[list[Sources], frozenset[Sources]]:
         return sources_of(self.trace.closed)
 
     @property
@@ -190,9 +190,9 @@ class Doubled:
         return {leaf for leaf, sources in pairs if floats.isdisjoint(sources)}
 
     @property
-    def drawn(self) -> set[int]:
-        """The numbers of the leaves of the arguments from which random numbers are drawn."""
-        return {self._inputs[i] for i in self._flow[1]}
+    def drawn(self) -> list[set[int]]:
+        """For each draw of random numbers, the numbers of the leaves of the arguments that make its key."""
+        return [{self._inputs[i] for i in sources} for sources in self._flow[1]]
 
     def uses(self, dtype: Any) -> bool:
         """Whether the program computes in a dtype."""

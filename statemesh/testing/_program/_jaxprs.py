@@ -263,13 +263,12 @@ def split_inputs(jaxpr: Jaxpr) -> Sources:
     return frozenset(split)
 
 
-def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
-    """For each result the arguments that it depends on other than by drawing; and those that are drawn from.
+def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], frozenset[Sources]]:
+    """For each result the arguments that it depends on other than by drawing; and those of each draw's key.
 
-    An argument is drawn from if it is, or holds, a key from which the program draws. In a loop whose carries
-    change their places, an argument too many can be named.
+    In a loop whose carries change their places, an argument too many can be named.
     """
-    drawn: set[int] = set()
+    drawn: set[Sources] = set()
 
     def flow(jaxpr: Jaxpr, inputs: Sequence[Sources]) -> list[Sources]:
         constants = [NONE] * len(jaxpr.constvars)
@@ -278,14 +277,14 @@ def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
     def through(eqn: Equation, sources: list[Sources]) -> list[Sources]:
         every, count, inner = NONE.union(*sources), len(eqn.outvars), inner_jaxprs(eqn)
         if is_draw(eqn):
-            drawn.update(every)
+            drawn.add(every)
             return [NONE] * count
         # A branch gets all operands but the predicate; what is called, or scanned, gets all.
         is_branch = eqn.primitive.name == "cond"
         operands = sources[1:] if is_branch else sources
         fits = all((len(x.invars), len(x.outvars)) == (len(operands), count) for x in inner)
         if not inner or not fits:
-            drawn.update(every if any(map(draws, inner)) else NONE)
+            drawn.update([every] if any(map(draws, inner)) else ())
             return [every] * count
         if eqn.primitive.name == "scan":
             return rounds(eqn, inner[0], operands)
