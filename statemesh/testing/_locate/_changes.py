@@ -12,12 +12,11 @@ import numpy as np
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
 from .._program._lines import SourceLine
-from .._program._numbers import is_key
 from .._program._stacked import MappedAxes
 from .._types import Numbers
 from ._compare import Comparison, right_values
 from ._graph import Node, needed
-from ._reruns import Change, Changes, Read, constant, results_on_all_shards
+from ._reruns import Change, Changes, Read, constant, results_on_all_shards, same_as
 from ._suspects import Suspect, is_wrong_before
 
 
@@ -284,11 +283,7 @@ def _left_out(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
     for k in range(len(nodes[0].operands) if nodes[0].name in _LEFT_OUT else 0):
         # A line that is called several times may broadcast another operand each time.
         if all(str(node.eqn.invars[k].aval) == aval for node in nodes):
-            yield 1, {node.results[0]: _same(node.operands[k]) for node in nodes}, ""
-
-
-def _same(source: int) -> Change:
-    return Change(lambda read: read(source))
+            yield 1, {node.results[0]: same_as(node.operands[k]) for node in nodes}, ""
 
 
 def _positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
@@ -327,7 +322,7 @@ def _positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
 
 def _whole_numbers_wanted(comparison: Comparison, value: int) -> Numbers | None:
     """The whole numbers that shards would have as on one device; `None` if nobody knows them."""
-    if value not in comparison.values or is_key(comparison.values[value].x):
+    if not comparison.is_number(value):
         return None
     right = next(right_values(comparison, value), None)
     return right if right is not None and right.dtype.kind in "iu" else None

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from .._program._jaxprs import Jaxpr, operands_of_loop
 from .._program._lines import SourceLine
-from .._program._numbers import distances, is_numpy, numbers, roundoff
+from .._program._numbers import distances, is_key, is_numpy, numbers, roundoff
 from .._program._stacked import MappedAxes, Stacked, names_of_spec
 from .._program._trace import Trace, is_array_or_type, trace_exactly
 from .._types import Fun, Numbers, PyTree, tree_util
@@ -102,6 +102,10 @@ class Comparison:
     def differs(self, value: int) -> bool:
         """Whether a value is more than the parts of that of one device, and was kept."""
         return not self.is_plain(value) and value in self.values
+
+    def is_number(self, value: int) -> bool:
+        """Whether a value was kept, and is no array of keys."""
+        return value in self.values and not is_key(self.values[value].x)
 
     def own_lengths(self, node: Node, name: Hashable) -> Iterator[int]:
         """Constants that are the length of a part along a mesh axis; one device has that of the whole."""

@@ -221,9 +221,8 @@ def _located(
             likeliest, reason = [*of_specs, *likeliest], reason_of_specs or reason
         of_policies, has_policy = of_other_policies(comparison, arguments, paths, again)
         # A line can do what another policy would, and is likelier where a state has none.
-        likeliest = [*of_policies, *likeliest]
-        if of_policies and not has_policy:
-            likeliest[:2] = likeliest[1::-1]
+        position = 0 if has_policy else 1
+        likeliest[position:position] = of_policies
         reason = None if has_policy else reason
     if not likeliest:
         number = comparison.right.index(False)

@@ -211,7 +211,7 @@ def _merged(
     if len(local) != len(shape) or (left == n and rest == 0):
         return
     same = bool(np.all(equal(x, x[:1])))
-    if same or _are_alike(x, x[:1], unit):
+    if same or (x.dtype.kind in "fc" and _are_alike(x, x[:1], unit)):
         yield "equal", 0, x[0]
     # Equal parts of a sum are, in other words, a multiple of the whole. Of integers they are its sum.
     if "sum" in kinds and (x.dtype.kind in "iu" or (x.dtype.kind in "fc" and not same)):

@@ -21,14 +21,11 @@ from .._types import Numbers
 from ._compare import Comparison, right_values
 from ._evaluate import Values, on_all_shards
 from ._graph import Node, needed
-from ._suspects import OF_ORDER, Suspect, is_first, is_wrong_before
+from ._suspects import OF_ORDER, REDUCTIONS, Suspect, is_first, is_wrong_before
 
 
 # So many nodes run again for right values, for simple changes, for specs, and for policies, each.
 MOST_NODES = 20_000
-
-# What the named policies are, besides what else they do.
-OF_POLICIES = ("psum", "pmax", "pmin")
 
 # What gives a value, with all mesh axes in front.
 Read: TypeAlias = Callable[[int], Numbers]
@@ -43,13 +40,11 @@ class Change:
     - `make`: gives the changed numbers. It may read the value, and what its node reads.
     - `scope`: the mesh axes over which it then may differ, if these are others than before.
     - `is_of_first`: whether it reads what values were before anything was changed.
-    - `node`: runs in the place of the node that makes the value, if there is one. It makes nothing else.
     """
 
     make: Callable[[Read], Numbers]
     scope: MappedAxes | None = None
     is_of_first: bool = False
-    node: Node | None = None
 
     def made(self, read: Read) -> Numbers:
         """The changed numbers; those that overflow are infinite, as on devices."""
@@ -58,6 +53,8 @@ class Change:
 
 
 Changes: TypeAlias = Mapping[int, Change]
+# What becomes of a value, or the node that runs in the place of the one that makes it.
+ChangesOrNodes: TypeAlias = Mapping[int, Change | Node]
 # Gives the program with other arguments, or `None` where it cannot be run with them.
 Again: TypeAlias = Callable[[], "Reruns | None"]
 
@@ -85,7 +82,7 @@ class Reruns:
             for x, nodes in zip(graph.results, self._needed, strict=True)
         ]
 
-    def judged(self, changes: Changes) -> Iterator[tuple[int, bool]]:
+    def judged(self, changes: ChangesOrNodes) -> Iterator[tuple[int, bool]]:
         """The results that a change reaches, and whether each is right."""
         run = _Rerun(self, changes)
         reached = [k for k, xs in enumerate(self._sources) if not xs.isdisjoint(changes)]
@@ -93,7 +90,7 @@ class Reruns:
         for k in sorted(reached, key=lambda k: (k not in self._broken, len(self._needed[k]))):
             yield k, run.is_right(k, self._needed[k])
 
-    def mends(self, changes: Changes) -> bool:
+    def mends(self, changes: ChangesOrNodes) -> bool:
         """Whether a change puts all results right."""
         if any(self._sources[k].isdisjoint(changes) for k in self._broken):
             return False
@@ -145,7 +142,7 @@ class Reruns:
 class _Rerun:
     """One run with some values changed. Results are computed when they are asked for."""
 
-    def __init__(self, around: Reruns, changes: Changes) -> None:
+    def __init__(self, around: Reruns, changes: ChangesOrNodes) -> None:
         self._around, self._changes, self._comparison = around, changes, around.comparison
         # The values of this run that are others than those of the first, or were not kept.
         self._new: Values = {}
@@ -174,11 +171,11 @@ class _Rerun:
 
     def _other_node(self, value: int) -> Node | None:
         change = self._changes.get(value)
-        return change.node if change is not None else None
+        return change if isinstance(change, Node) else None
 
     def _by_policy(self, node: Node) -> Node:
         """A write policy reduces over the axes along which a state may differ; in a rerun over other ones."""
-        if node.line is not None or node.is_own or not node.name.startswith(OF_POLICIES):
+        if node.line is not None or node.is_own or not node.name.startswith(REDUCTIONS):
             return node
         (x,), before = node.operands, self._comparison.values
         if x not in before or before[x].axes == self._values[x].axes:
@@ -195,7 +192,7 @@ class _Rerun:
     def _change(self, x: int) -> None:
         """Put what becomes of a value in its place."""
         change = self._changes.get(x)
-        if change is None or change.node is not None:
+        if not isinstance(change, Change):
             return
         scope = change.scope or self._comparison.scopes[x]
         values = self._comparison.values if change.is_of_first else self._values
@@ -225,15 +222,14 @@ def _narrowed(value: Stacked, old: Stacked) -> Stacked:
     return Stacked(x, tuple(axes))
 
 
-def by(node: Node) -> Change:
-    """What another node makes, in the place of the one that makes the value."""
-    (value,) = node.results
-    return Change(lambda read: read(value), node=node)
-
-
 def constant(array: Numbers) -> Change:
     """These numbers, whatever the value was."""
     return Change(lambda read: array)
+
+
+def same_as(value: int, *, is_of_first: bool = False) -> Change:
+    """What another value is."""
+    return Change(lambda read: read(value), is_of_first=is_of_first)
 
 
 def _reader(values: Mapping[int, Stacked], scope: MappedAxes) -> Read:
@@ -249,7 +245,7 @@ def results_on_all_shards(
     return [node.scope.spread(result, axes).x for result in results]
 
 
-def are_confirmed(changes: Changes, again: Again | None) -> bool:
+def are_confirmed(changes: ChangesOrNodes, again: Again | None) -> bool:
     """Whether changes put all results right for other arguments too, as far as these can be had."""
     other = again() if again is not None else None
     return other is None or other.mends(changes)

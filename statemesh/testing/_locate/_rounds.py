@@ -10,12 +10,12 @@ import numpy as np
 
 from .._program._jaxprs import aligned, names_of
 from .._program._lines import SourceLine, loops_around
-from .._program._numbers import is_key, numbers
+from .._program._numbers import numbers
 from .._types import Numbers
 from ._changes import Trial
 from ._compare import Comparison
 from ._graph import Node
-from ._reruns import Change, Changes, Read, results_on_all_shards
+from ._reruns import Change, Changes, Read, results_on_all_shards, same_as
 from ._suspects import Suspect
 
 
@@ -31,13 +31,36 @@ class _Loop:
 
     - `line`: where the statement begins.
     - `rounds`: the nodes of each round.
-    - `later`, `earlier`: for values of a round those of the next round in their place, and of the one before.
     """
 
     line: SourceLine
     rounds: Sequence[Sequence[Node]]
-    later: Mapping[int, int]
-    earlier: Mapping[int, int]
+
+    @functools.cached_property
+    def makers(self) -> Mapping[int, Node]:
+        """The node that makes each value inside."""
+        return {x: node for nodes in self.rounds for node in nodes for x in node.results}
+
+    @functools.cached_property
+    def later(self) -> Mapping[int, int]:
+        """For values of a round those of the next round in their place."""
+        later: dict[int, int] = {}
+        for before, after in itertools.pairwise(self.rounds):
+            kinds = [[_kind(node) for node in nodes] for nodes in (before, after)]
+            for a, b in aligned(*kinds).items():
+                later.update(zip(before[a].results, after[b].results, strict=True))
+        return later
+
+    @functools.cached_property
+    def earlier(self) -> Mapping[int, int]:
+        """For values of a round those of the round before in their place."""
+        return {after: before for before, after in self.later.items()}
+
+    def first(self, value: int) -> int:
+        """The value in the place of this one in the first round that has one."""
+        while value in self.earlier:
+            value = self.earlier[value]
+        return value
 
 
 def of_rounds(comparison: Comparison) -> Iterator[Trial]:
@@ -75,19 +98,8 @@ def _loops(comparison: Comparison) -> list[_Loop]:
             before = before if statement is None else statement
             rounds[-1].append(node)
         if len(rounds) > 1:
-            later = _later(rounds)
-            found.append(_Loop(line, rounds, later, {after: x for x, after in later.items()}))
+            found.append(_Loop(line, rounds))
     return found[:_MOST_LOOPS]
-
-
-def _later(rounds: Sequence[Sequence[Node]]) -> dict[int, int]:
-    """For values of a round those of the next round in their place."""
-    later: dict[int, int] = {}
-    for before, after in itertools.pairwise(rounds):
-        kinds = [[_kind(node) for node in nodes] for nodes in (before, after)]
-        for a, b in aligned(*kinds).items():
-            later.update(zip(before[a].results, after[b].results, strict=True))
-    return later
 
 
 def _kind(node: Node) -> Hashable:
@@ -99,11 +111,11 @@ def _kind(node: Node) -> Hashable:
 
 def _of_another_length(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
     """One round more, one less, and none."""
-    inside = {node for nodes in loop.rounds for node in nodes}
+    inside = {*loop.makers.values()}
     read = {*comparison.mesh.results}
     read |= {x for node in comparison.mesh.nodes if node not in inside for x in node.operands}
     come_out = sorted({x for node in loop.rounds[-1] for x in node.results} & read)
-    if not come_out or not all(_is_number(comparison, x) for x in come_out):
+    if not come_out or not all(comparison.is_number(x) for x in come_out):
         return
     suspect = Suspect(loop.line, False, loop.rounds[-1], come_out, "other")
     rounds = _NextRound(comparison, loop)
@@ -113,28 +125,17 @@ def _of_another_length(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
         others = [of_values.get(x) for x in come_out]
         known = [x for x in others if x is not None]
         if len(known) == len(come_out):
-            changes = [Change(_reading(x), is_of_first=True) for x in known]
+            changes = [same_as(x, is_of_first=True) for x in known]
             yield Trial(suspect, dict(zip(come_out, changes, strict=True)), 0)
-
-
-def _is_number(comparison: Comparison, value: int) -> bool:
-    return value in comparison.values and not is_key(comparison.values[value].x)
-
-
-def _reading(value: int) -> Callable[[Read], Numbers]:
-    return lambda read: read(value)
 
 
 def _before_all(loop: _Loop, value: int) -> int | None:
     """What comes into the first round where the others read a value of the round before."""
-    while value in loop.earlier:
-        value = loop.earlier[value]
-    for first, second in itertools.pairwise(loop.rounds[:2]):
-        makers = {x: node for node in first for x in node.results}
-        for node in second:
-            of_first = makers.get(loop.earlier.get(node.results[0], -1))
-            if of_first is not None and value in node.operands:
-                return of_first.operands[node.operands.index(value)]
+    value = loop.first(value)
+    for node in loop.rounds[1]:
+        of_first = loop.makers.get(loop.earlier.get(node.results[0], -1))
+        if of_first is not None and value in node.operands:
+            return of_first.operands[node.operands.index(value)]
     return None
 
 
@@ -150,7 +151,7 @@ class _NextRound:
         self._comparison, self._loop = comparison, loop
         last = [node for nodes in loop.rounds[-2:] for node in nodes]
         self._makers = {x: node for node in last for x in node.results}
-        self.is_known = all(_is_number(comparison, x) for node in last for x in node.operands)
+        self.is_known = all(comparison.is_number(x) for node in last for x in node.operands)
 
     def after(self, value: int) -> Callable[[Read], Numbers]:
         """What gives the value of the next round in the place of one of the last round."""
@@ -181,16 +182,14 @@ class _NextRound:
 
 def _of_values_that_go_on(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
     """What a line made in the round before, in the place of what comes in from outside in each round."""
-    inside = {x for nodes in loop.rounds for node in nodes for x in node.results}
-    makers = {x: node for nodes in loop.rounds for node in nodes for x in node.results}
     for first in loop.rounds[0]:
         row = [first]
         while row[-1].results[0] in loop.later:
-            row.append(makers[loop.later[row[-1].results[0]]])
+            row.append(loop.makers[loop.later[row[-1].results[0]]])
         for k, x in enumerate(first.operands if len(row) == len(loop.rounds) else ()):
             is_alike = str(first.eqn.invars[k].aval) == str(first.eqn.outvars[0].aval)
             stays = all(node.operands[k : k + 1] == (x,) for node in row)
-            if is_alike and stays and x not in inside and _is_number(comparison, x):
+            if is_alike and stays and x not in loop.makers and comparison.is_number(x):
                 changes = {
                     node.results[0]: _with_operand(comparison, node, k, before.results[0])
                     for before, node in itertools.pairwise(row)
@@ -209,7 +208,6 @@ def _with_operand(comparison: Comparison, node: Node, k: int, value: int) -> Cha
 
 def _of_values_that_move(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
     """What comes in from outside in each round, as if it went from shard to shard as others do in a ring."""
-    inside = {x for nodes in loop.rounds for node in nodes for x in node.results}
     moves = [node for nodes in loop.rounds for node in nodes if node.name == "ppermute"]
     if not moves or len(names := names_of(moves[0].eqn)) != 1:
         return
@@ -219,12 +217,10 @@ def _of_values_that_move(comparison: Comparison, loop: _Loop) -> Iterator[Trial]
     reading: dict[tuple[int, int], list[tuple[int, Node]]] = {}
     for number, nodes in enumerate(loop.rounds):
         for node in nodes:
-            first = node.results[0]
-            while first in loop.earlier:
-                first = loop.earlier[first]
-            for x in {*node.operands} - inside - comparison.mesh.constants.keys():
-                if _is_number(comparison, x):
-                    reading.setdefault((first, x), []).append((number, node))
+            for x in {*node.operands} - loop.makers.keys() - comparison.mesh.constants.keys():
+                if comparison.is_number(x):
+                    place = loop.first(node.results[0]), x
+                    reading.setdefault(place, []).append((number, node))
     for (_, x), readers in reading.items():
         is_index = numbers(comparison.values[x].x).dtype.kind in "iu"
         for shift in (1, -1):

@@ -21,15 +21,14 @@ from ._graph import Node
 from ._located import Place
 from ._reruns import (
     MOST_NODES,
-    OF_POLICIES,
     Again,
     Change,
     Changes,
     Read,
     Reruns,
     are_confirmed,
-    by,
 )
+from ._suspects import REDUCTIONS
 
 
 # What the named policies are in NumPy.
@@ -110,7 +109,7 @@ def of_other_axes(
     for which, nodes, spec, other in _with_other_axes(comparison, arguments, results):
         if reruns.nodes_run > MOST_NODES:
             break
-        changes = {node.results[0]: by(dataclasses.replace(node, spec=other)) for _, node in nodes}
+        changes = {node.results[0]: dataclasses.replace(node, spec=other) for _, node in nodes}
         if reruns.mends(changes) and are_confirmed(changes, again):
             got, want = errors.spec_str(spec), errors.spec_str(other)
             states = list(dict.fromkeys(_state(path) for path, _ in nodes))
@@ -273,7 +272,7 @@ def _policy_of(comparison: Comparison, end: int) -> tuple[int | None, Node | Non
         node = comparison.maker.get(x)
         if node is not None and node.line is None and node.kind == "run":
             queue += node.operands
-            if node.name.startswith(OF_POLICIES):
+            if node.name.startswith(REDUCTIONS):
                 reductions[node] = None
         elif node is not None and node.line is not None:
             written[x] = None

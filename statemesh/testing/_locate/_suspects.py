@@ -25,7 +25,7 @@ _OF_A_PART = (
 )
 
 # These reduce over shards; in checked programs they have longer names.
-_REDUCTIONS = ("psum", "pmax", "pmin")
+REDUCTIONS = ("psum", "pmax", "pmin")
 
 # So many calls of a function are looked at one by one.
 _MOST_CALLS = 4
@@ -237,7 +237,7 @@ def _is_reduction_of_partial(comparison: Comparison, node: Node) -> bool:
     relations = [comparison.relations[x] for x in node.operands]
     # What is too large everywhere was made so before.
     partial = any(known and known.is_partial and known.factor == 1 for known in relations)
-    return node.name.startswith(_REDUCTIONS) and partial
+    return node.name.startswith(REDUCTIONS) and partial
 
 
 def _is_unshaped(comparison: Comparison, value: int) -> bool:
