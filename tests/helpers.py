@@ -176,26 +176,35 @@ def counted(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Count]:
     return body, count
 
 
-_compiles = Count()
+_events = {"backend_compile_duration": Count(), "jaxpr_trace_duration": Count()}
 
 
 def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
     del duration_secs, kwargs
-    if event.endswith("backend_compile_duration"):
-        _compiles.times += 1
+    for end, count in _events.items():
+        count.times += event.endswith(end)
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 @contextlib.contextmanager
-def compiles() -> Iterator[Count]:
-    """Count XLA's compilations while the context is open, by JAX's own events."""
-    before, seen = _compiles.times, Count()
+def _times(event: str) -> Iterator[Count]:
+    before, seen = _events[event].times, Count()
     try:
         yield seen
     finally:
-        seen.times = _compiles.times - before
+        seen.times = _events[event].times - before
+
+
+def compiles() -> contextlib.AbstractContextManager[Count]:
+    """Count XLA's compilations while the context is open, by JAX's own events."""
+    return _times("backend_compile_duration")
+
+
+def traces() -> contextlib.AbstractContextManager[Count]:
+    """Count what JAX traces while the context is open."""
+    return _times("jaxpr_trace_duration")
 
 
 @contextlib.contextmanager

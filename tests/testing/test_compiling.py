@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from statemesh.testing._program._doubled import compile_fast, compile_unfused
+from statemesh.testing._program._doubled import compile_unfused
+from statemesh.testing._program._stepped import compile_fast
 
 
 def test_operations_stay_apart_in_programs_that_run_a_few_times() -> None:

@@ -1,4 +1,4 @@
-"""The check compiles a function anew if what it depends on, besides arguments, has changed, and only then."""
+"""The check traces a function anew if what it depends on, besides arguments, has changed, and only then."""
 
 import abc
 import dataclasses
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from statemesh.testing import assert_equivalent
 from statemesh.testing._caches import environment
-from tests.helpers import compiles, make_mesh
+from tests.helpers import compiles, make_mesh, traces
 
 from .checked import check, report
 
@@ -41,9 +41,9 @@ def reads(x: Any) -> Any:
     return (HELD, x)[1]
 
 
-def is_compiled(fun: Any = reads, args: Any = (X,), in_specs: Any = ROWS) -> bool:
-    """Whether the check compiles anything. It does not run on devices, so that it costs little."""
-    with compiles() as count:
+def is_traced(fun: Any = reads, args: Any = (X,), in_specs: Any = ROWS) -> bool:
+    """Whether the check traces anything. It does not run on devices, so that it costs little."""
+    with traces() as count:
         assert_equivalent(
             fun,
             args,
@@ -120,27 +120,27 @@ VALUES: list[Callable[[], Any]] = [
 def test_equal_values_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for make in VALUES:
         put(monkeypatch, HELD=make())
-        assert is_compiled(), HELD
+        assert is_traced(), HELD
         put(monkeypatch, HELD=make())
-        assert not is_compiled(), HELD
+        assert not is_traced(), HELD
 
 
 def test_large_arrays_are_told_apart_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     large = jnp.ones(5000)
     put(monkeypatch, HELD=closing(large))
-    assert is_compiled()
+    assert is_traced()
     put(monkeypatch, HELD=closing(large))
-    assert not is_compiled()
+    assert not is_traced()
     put(monkeypatch, HELD=closing(large + 0))
-    assert is_compiled()
+    assert is_traced()
 
 
 @pytest.mark.slow
-def test_what_cannot_be_known_is_compiled_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_known_is_traced_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     many = [[k] for k in range(20_000)]
     for value in (iter([1]), object(), jax.new_ref(1.0), many):
         put(monkeypatch, HELD=closing(value))
-        assert is_compiled() and is_compiled()
+        assert is_traced() and is_traced()
 
 
 # Values that change in place
@@ -182,10 +182,10 @@ def changes() -> list[tuple[Any, Callable[[], object], bool]]:
 def test_values_that_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, change, counts in changes():
         put(monkeypatch, HELD=value)
-        assert is_compiled(), value
+        assert is_traced(), value
         change()
-        assert is_compiled() == counts, value
-        assert not is_compiled(), value
+        assert is_traced() == counts, value
+        assert not is_traced(), value
 
 
 # Each reads the scale of a module in a package of the user's, or of the environment.
@@ -282,21 +282,21 @@ LEADING: list[Any] = [
 def test_globals_are_found_through_whatever_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in LEADING:
         put(monkeypatch, HELD=value, SCALE=1.0)
-        assert is_compiled(), value
+        assert is_traced(), value
         put(monkeypatch, SCALE=2.0)
-        assert is_compiled(), value
+        assert is_traced(), value
         put(monkeypatch, SCALE=1.0)
-        assert not is_compiled(), value
+        assert not is_traced(), value
 
 
 def test_classes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     for cls in (Slots, Abstract, Kind, sm.State, dict):
         put(monkeypatch, HELD=cls)
-        is_compiled()
-        assert not is_compiled(), cls
+        is_traced()
+        assert not is_traced(), cls
         if cls in (Slots, Abstract):
             monkeypatch.setattr(cls, "half", staticmethod(abs), raising=False)
-            assert is_compiled(), cls
+            assert is_traced(), cls
 
 
 def test_methods_and_functions_of_arguments_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_methods_and_functions_of_arguments_count(monkeypatch: pytest.MonkeyPatc
 
     def is_anew() -> bool:
         tree = {"net": Net(sm.LongTermState(1.0).value), "fun": of_global}
-        return is_compiled(call, (tree, X), (P(), P("x")))
+        return is_traced(call, (tree, X), (P(), P("x")))
 
     assert is_anew() and not is_anew()
     put(monkeypatch, SCALE=2.0)

@@ -285,6 +285,8 @@ def chained(call: Fun, args: Args, steps: int, feed: Feed) -> list[PyTree]:
     return results
 
 
+# So many numbers of results may several runs have together.
+_AT_ONCE = 2**20
 _NOISE: dict[Rounding, tuple[float, float]] = {"double": (1.0, 0.0), "own": (0.0, 1.0)}
 
 
@@ -297,8 +299,7 @@ class Chain:
     - `args`: the arguments of the first call, and its keyword arguments.
     - `feed`: gives the arguments of the next call.
     - `steps`: the number of calls.
-    - `compared_with`: for calls on a mesh, the function that they are compared with. The other function will
-        run with noise in any case, so that its program is not compiled without.
+    - `compared_with`: for calls on a mesh, the function that they are compared with.
 
     **Attributes:**
 
@@ -315,34 +316,39 @@ class Chain:
     ) -> None:
         self._programs, self._args, self._compared_with = programs, args, compared_with
         self._feed, self._steps = feed, steps
-        self.exact = self._run(np.zeros(3) if compared_with is None else None)
+        (self.exact,) = self._runs()
         self._moved: dict[Rounding, list[list[Numbers]]] = {}
-        self._runs: dict[Rounding, int] = defaultdict(int)
+        self._done: dict[Rounding, int] = defaultdict(int)
         self._unended: dict[Rounding, list[Equation]] = defaultdict(list)
         # For each call and each promise of the program, by how much copies differ in runs with noise.
         self._amounts: dict[tuple[int, int], list[float]] = defaultdict(list)
 
-    def _run(self, noise: Numbers | None) -> list[Called]:
-        inputs, calls = self._args, []
+    def _runs(self, noise: Numbers | None = None) -> list[list[Called]]:
+        """The calls of each run: one without noise, or one for each of its rows."""
+        inputs = [self._args] * (1 if noise is None else len(noise))
+        runs: list[list[Called]] = [[] for _ in inputs]
         for _ in range(self._steps):
-            calls.append(self._called(inputs, noise))
-            results = calls[-1].results
-            inputs = Wide(
-                self._feed(inputs.types, results.types), self._feed(inputs.values, results.values)
-            )
-        return calls
+            for calls, called in zip(runs, self._called(inputs, noise), strict=True):
+                calls.append(called)
+            inputs = [self._fed(calls[-1]) for calls in runs]
+        return runs
 
-    def _called(self, args: Wide, noise: Numbers | None) -> Called:
+    def _fed(self, call: Called) -> Wide:
+        args, results = call.args, call.results
+        return Wide(self._feed(args.types, results.types), self._feed(args.values, results.values))
+
+    def _called(self, args: Sequence[Wide], noise: Numbers | None) -> list[Called]:
         programs, other = self._programs, self._compared_with or self._programs
         if not programs.is_traced:
-            positional, by_keyword = narrowed(args)
+            (one,) = args
+            positional, by_keyword = narrowed(one)
             result = programs.call(*positional, **by_keyword)
-            return Called(args, Wide(result, result))
-        call = programs.of(args.types)
+            return [Called(one, Wide(result, result))]
+        call = programs.of(args[0].types)
         if noise is None or not other.is_traced:
-            return call(args, noise)
+            return call.runs(args, noise)
         # Constants that only one of the two has may be rounded.
-        return call(args, noise, call.literals - other.of(args.types).literals)
+        return call.runs(args, noise, call.literals - other.of(args[0].types).literals)
 
     def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
         """By how much noise moves each number: the most of so many runs, for each call and array.
@@ -354,9 +360,18 @@ class Chain:
                 [np.zeros(x.shape) for x in call.numbers] for call in self.exact
             ]
         most = self._moved[rounding]
-        while self._programs.is_traced and self._runs[rounding] < runs:
-            self._runs[rounding] += 1
-            noisy = self._run(np.array([*_NOISE[rounding], float(self._runs[rounding])]))
+        while self._programs.is_traced and self._done[rounding] < runs:
+            first = self._done[rounding]
+            self._done[rounding] = min(runs, first + self._at_once)
+            numbers = range(first, self._done[rounding])
+            noise = np.array([[*_NOISE[rounding], float(number + 1)] for number in numbers])
+            self._note(rounding, self._runs(noise))
+        return most
+
+    def _note(self, rounding: Rounding, runs: Sequence[Sequence[Called]]) -> None:
+        """Keep what runs with noise give."""
+        most = self._moved[rounding]
+        for noisy in runs:
             for step, (exact, other) in enumerate(zip(self.exact, noisy, strict=True)):
                 self._unended[rounding] += other.unended
                 for k, pair in enumerate(zip(exact.numbers, other.numbers, strict=True)):
@@ -364,7 +379,12 @@ class Chain:
                 if rounding == "double":
                     for number, promise in other.broken.items():
                         self._amounts[step, number].append(promise.amount)
-        return most
+
+    @property
+    def _at_once(self) -> int:
+        """How many runs go side by side."""
+        numbers = sum(np.size(x) for call in self.exact[:1] for x in call.numbers)
+        return max(1, _AT_ONCE // max(numbers, 1))
 
     def unended(self, rounding: Rounding) -> list[Equation]:
         """The loops that do not end where operations round."""

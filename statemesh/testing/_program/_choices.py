@@ -61,10 +61,10 @@ class Choice:
         - `result`: what the equation gives.
         """
         if self.limited is None:
-            return [jnp.any(index_or_limited == side) for side in range(len(self.unseen))]
+            return [(index_or_limited == side).any() for side in range(len(self.unseen))]
         # NaN stays as it is.
         same = (result == index_or_limited) | (result != result)
-        return [jnp.any(same), ~jnp.all(same)]
+        return [same.any(), ~same.all()]
 
 
 def choices(jaxpr: Jaxpr) -> Iterator[Choice]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._jaxprs import Equation, names_of, nested_equations
-from ._stacked import MappedAxes, Stacked, numpy_of
+from ._stacked import MappedAxes, Stacked, numpy_of, vmap
 
 
 # An array of JAX or of NumPy.
@@ -110,15 +110,8 @@ def communicating_axes(eqn: Equation) -> frozenset[Hashable]:
     return frozenset(name for inner in nested_collectives(eqn) for name in names_of(inner))
 
 
-def collective(
-    eqn: Equation, value: Stacked, scope: MappedAxes, vmap: Callable[..., Any] = jax.vmap
-) -> Stacked:
-    """The result of a collective for one operand.
-
-    **Arguments:**
-
-    - `vmap`: what maps a rule over an axis of arrays: of JAX, or of NumPy.
-    """
+def collective(eqn: Equation, value: Stacked, scope: MappedAxes) -> Stacked:
+    """The result of a collective for one operand."""
     names = names_of(eqn)
     of_equation = RULES[eqn.primitive.name]
     rule: Callable[[jax.Array], jax.Array] = lambda x: of_equation(x, eqn.params)

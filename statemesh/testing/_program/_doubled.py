@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._caches import Recent
 from .._types import AnyLeaf, Fun, Numbers, PyTree
 from ._choices import thresholds
 from ._counters import counters, limits_of
 from ._jaxprs import Equation, Sources, all_equations, forwarded, sources_of, split_inputs
 from ._literals import rounded_literals
-from ._noise import Noisy, Promoted
 from ._numbers import is_inexact, numbers, promoted
-from ._replay import BrokenPromise, Replay
+from ._replay import BrokenPromise, Differences, Replay
+from ._stepped import Stepped, compile_fast
 from ._trace import (
     NO_MESH,
     Trace,
@@ -27,17 +26,11 @@ from ._trace import (
 )
 
 
-def compile_fast() -> dict[str, int | str] | None:
-    """Options for a program that runs a few times: it need not be fast, but it must compile fast."""
-    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-
-
 def compile_unfused() -> dict[str, int | str] | None:
     """`compile_fast`, and operations stay apart.
 
     XLA copies into each fusion what its results need, so that a program in which one state leads to the next
-    would compile in a time that grows with the square of their number. The program with noise is the other
-    way round: its hashes compile faster fused.
+    would compile in a time that grows with the square of their number.
     """
     options = compile_fast()
     return None if options is None else {**options, "xla_disable_hlo_passes": "fusion"}
@@ -126,35 +119,32 @@ class Doubled:
         self._outputs = [
             k for k, x in enumerate(jax.tree.leaves(traced.form)) if is_array_or_type(x)
         ]
-        self._replay = Replay(name, jaxpr)
-        self._replay.__name__ = f"{program}_in_double"
-        self._replay.arithmetic = arithmetic = Promoted(traced.exact)
-        self.own_dtype, self.loops = arithmetic.own_dtype, self._replay.loops
-        self._exact = jax.jit(self._replay, compiler_options=compile_unfused())
-        self._noisy: Recent[Fun] = Recent()
+        self._replay = Stepped(name, jaxpr, traced.exact)
+        self.own_dtype, self.loops = self._replay.own_dtype, self._replay.loops
         self.sides = self._replay.sides(self._replay.no_differences)
         with jax.enable_x64(True):
             self._consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
 
-    def _with_noise(self, rounded: frozenset[tuple[str, float]]) -> Fun:
-        def run(noise: Any, *arrays: Any) -> Any:
-            return self._replay(*arrays, arithmetic=Noisy(noise, rounded, self.trace.exact))
+    def __call__(self, args: Wide) -> Called:
+        """Call the function."""
+        (called,) = self.runs([args])
+        return called
 
-        run.__name__ = f"{self._program}_with_noise"
-        return jax.jit(run, compiler_options=compile_fast())
-
-    def __call__(
-        self, args: Wide, noise: Any = None, rounded: frozenset[tuple[str, float]] = frozenset()
-    ) -> Called:
-        """Call the function, with noise also in the literals that are rounded."""
-        inputs = [x for x in jax.tree.leaves(args.values) if is_array_or_type(x)]
-        inputs = [*self._consts, *inputs]
+    def runs(
+        self,
+        args: Sequence[Wide],
+        noise: Numbers | None = None,
+        rounded: frozenset[tuple[str, float]] = frozenset(),
+    ) -> list[Called]:
+        """Call the function once for each run, with noise, also in the literals that are rounded."""
+        arrays = [
+            [*self._consts, *filter(is_array_or_type, jax.tree.leaves(one.values))] for one in args
+        ]
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-            if noise is None:
-                arrays, differences = self._exact(*inputs)
-            else:
-                run = self._noisy.get(rounded, lambda: self._with_noise(rounded))
-                arrays, differences = run(jnp.asarray(noise, np.float64), *inputs)
+            found = self._replay.runs(arrays, noise, rounded)
+        return [self._called(*each) for each in zip(args, *zip(*found, strict=True), strict=True)]
+
+    def _called(self, args: Wide, arrays: Sequence[AnyLeaf], differences: Differences) -> Called:
         results = Wide(self.trace.form, self.trace.results(arrays))
         self.sides |= {side: True for side, seen in self._replay.sides(differences).items() if seen}
         broken = self._replay.broken(differences, self.trace.paths)

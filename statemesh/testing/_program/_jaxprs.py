@@ -102,13 +102,22 @@ def interpreted(
     - `run`: gives what stands for the results of an equation, from what stands for its operands.
     """
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    # What is not read any more is dropped: the values of all equations may fill the memory.
+    last = {
+        atom: k for k, eqn in enumerate(jaxpr.eqns) for atom in eqn.invars if not is_literal(atom)
+    }
+    last |= dict.fromkeys((atom for atom in jaxpr.outvars if not is_literal(atom)), len(jaxpr.eqns))
 
     def value_of(atom: Atom) -> Value:
         return literal(atom) if is_literal(atom) else known[atom]
 
-    for eqn in jaxpr.eqns:
+    for k, eqn in enumerate(jaxpr.eqns):
         results = run(eqn, [value_of(atom) for atom in eqn.invars])
-        known.update(zip(eqn.outvars, results, strict=True))
+        for atom in eqn.invars:
+            if not is_literal(atom) and last[atom] == k:
+                known.pop(atom, None)
+        pairs = zip(eqn.outvars, results, strict=True)
+        known.update((atom, x) for atom, x in pairs if atom in last)
     return [value_of(atom) for atom in jaxpr.outvars]
 
 

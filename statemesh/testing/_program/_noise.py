@@ -17,7 +17,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from .._types import AnyLeaf
 from ._jaxprs import Equation, nested_equations
 from ._literals import Exact
 from ._numbers import is_inexact, promoted, roundoff
+from ._stacked import numpy_of
 
 
 # Parameters that say where a value lies on a mesh.
@@ -43,7 +44,7 @@ _OWN_DTYPE = (
 )
 
 _MARKS = ("", "-add", "-sub", "-mul", "-min", "-max")
-_SCATTERS: Mapping[str, Callable[..., Any]] = {
+SCATTERS: Mapping[str, Callable[..., Any]] = {
     f"scatter{mark}": getattr(jax.lax, f"scatter{mark.replace('-', '_')}")
     for mark in (*_MARKS, *(mark.replace("-", "_") for mark in _MARKS))
 }
@@ -70,10 +71,17 @@ class OwnDtypes:
         eqn: Equation,
         xs: Sequence[AnyLeaf],
         run: Callable[..., list[AnyLeaf]],
-        shards: int,
+        shards: int = 1,
+        lanes: int = 0,
     ) -> list[AnyLeaf]:
-        """The results of an equation that `run` computes. A collective is over so many shards."""
-        del eqn, shards
+        """The results of an equation that `run` computes.
+
+        **Arguments:**
+
+        - `shards`: over how many a collective is.
+        - `lanes`: how many of the first axes of the operands each have results of their own.
+        """
+        del eqn, shards, lanes
         return run(*xs)
 
 
@@ -97,7 +105,7 @@ class Promoted(OwnDtypes):
 
     def value(self, x: AnyLeaf) -> AnyLeaf:
         wide = promoted(x.dtype)
-        return x if wide == x.dtype else jnp.asarray(x, wide)
+        return x if wide == x.dtype else x.astype(wide)
 
     def literal(self, atom: Any) -> AnyLeaf:
         known = self.exact.of(atom)
@@ -132,7 +140,7 @@ class Promoted(OwnDtypes):
     def keeps_dtype(self, eqn: Equation) -> bool:
         """Whether an equation is never run in double precision."""
         name = eqn.primitive.name
-        return name in _OWN_DTYPE or (name not in _SCATTERS and any(nested_equations(eqn)))
+        return name in _OWN_DTYPE or (name not in SCATTERS and any(nested_equations(eqn)))
 
 
 def _promoted_results(eqn: Equation, results: Sequence[AnyLeaf]) -> list[AnyLeaf]:
@@ -153,10 +161,10 @@ def _results(eqn: Equation, xs: Sequence[AnyLeaf], *, wide: bool = False) -> lis
     if wide:
         dtypes = {key: promoted(params[key]) for key in _DTYPES if params.get(key) is not None}
         params |= dtypes | ({"precision": None} if "precision" in params else {})
-        if eqn.primitive.name in _SCATTERS:
+        if eqn.primitive.name in SCATTERS:
             # The equation holds the update as a jaxpr of its own dtype, so it is made anew.
             passed = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-            return [_SCATTERS[eqn.primitive.name](*xs, **{key: params[key] for key in passed})]
+            return [SCATTERS[eqn.primitive.name](*xs, **{key: params[key] for key in passed})]
     if "_prim" in params:
         # What newer versions of JAX expand only when they compile, such as `custom_root`. In double precision
         # the numbers in it would get other dtypes than those that it was traced with.
@@ -174,7 +182,7 @@ _EXACT = frozenset(
         *("reshape", "broadcast_in_dim", "slice", "gather", "select_n", "concatenate", "transpose"),
         *("squeeze", "rev", "pad", "dynamic_slice", "dynamic_update_slice", "expand_dims", "copy"),
         *("broadcast", "split", "tile", "scatter", "copy_p", "iota", "optimization_barrier"),
-        *("empty", "empty2", "select_if_vmap", "maybe_set"),
+        *("empty", "empty2", "select_if_vmap", "maybe_set", "name", "unstack"),
         *("sort", "top_k", "max", "min", "neg", "abs", "sign", "floor", "ceil", "round", "clamp"),
         *("rem", "reduce_max", "reduce_min", "cummax", "cummin", "stop_gradient", "real", "imag"),
         *("reduce_window_max", "reduce_window_min", "scatter-max", "scatter_max"),
@@ -220,9 +228,6 @@ _ODD = 0xD1B54A32D192ED03
 # The bits of a number below its highest digit.
 _FRACTION = np.uint64(2**52 - 1)
 
-# The power of grains that is summed to find the finest.
-_POWER = 4
-
 # Dot products of narrow dtypes are summed in float32.
 _WIDE_SUMS = ("dot_general", "conv_general_dilated")
 
@@ -233,7 +238,8 @@ class Noisy(Promoted):
     **Arguments:**
 
     - `noise`: an array of three numbers: whether each result is off by the roundoff of double precision;
-        whether it is off by that of its own dtype; and the number that the random numbers come from.
+        whether it is off by that of its own dtype; and the number that the random numbers come from. Or
+        such a row for each of several runs, all of one kind: these are the first axis of all operands.
     - `rounded`: literals that were rounded when the program was traced, by dtype and value: the program that
         it is compared with has others, such as the parts that each of several shards has in a mean. Those
         that are known exactly were rounded to double precision.
@@ -244,11 +250,13 @@ class Noisy(Promoted):
         super().__init__(exact)
         self.rounded = rounded
         # What all operations use is computed once. XLA would merge the copies, but slowly.
-        self.noisy = (noise[0] + noise[1] > 0).astype(np.float64)
-        self.in_own_dtypes = noise[1] > 0
+        self.numpy = numpy_of(noise)
+        of_double, of_own, _ = noise[0] if noise.ndim == 2 else noise
+        self.noisy = (of_double + of_own > 0).astype(np.float64)
+        self.in_own_dtypes = of_own > 0
         self.units: dict[float, Any] = {}
         self.units = {unit: self._in_this_run(unit) for unit in map(roundoff, _FLOATS)}
-        self.seed = noise[2].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        self.seed = noise[..., 2].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
     def literal(self, atom: Any) -> AnyLeaf:
         literal = OwnDtypes.literal(self, atom)
@@ -260,18 +268,19 @@ class Noisy(Promoted):
         if known is None:
             return wide
         # The dtype of the program makes the same of it in every run.
-        return jnp.where(self.in_own_dtypes, self.value(literal), wide)
+        return self.numpy.where(self.in_own_dtypes, self.value(literal), wide)
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         run = super().bind
-        return self.reduced(eqn, xs, lambda *xs: run(eqn, xs), 1)
+        return self.reduced(eqn, xs, lambda *xs: run(eqn, xs))
 
     def reduced(
         self,
         eqn: Equation,
         xs: Sequence[AnyLeaf],
         run: Callable[..., list[AnyLeaf]],
-        shards: int,
+        shards: int = 1,
+        lanes: int = 0,
     ) -> list[AnyLeaf]:
         name = eqn.primitive.name
         narrows = self.keeps_dtype(eqn)
@@ -297,16 +306,21 @@ class Noisy(Promoted):
         ((x,), (unit,)) = outputs, units
         inner = unit
         if name in _WIDE_SUMS and terms > 1:
-            inner = jnp.minimum(unit, self._in_this_run(roundoff(np.float32)))
+            inner = self.numpy.minimum(unit, self._in_this_run(roundoff(np.float32)))
         sizes, finest = self._sizes_and_fineness(eqn, xs, x, run)
         exact = _fits(sizes, finest, inner)
-        if terms == 1:
+        if terms <= 1:
             return [self._off(x, unit, name, exact)]
         # The order of a sum changes the error of each term.
-        x = self._off(x, inner * times, name, exact, sizes * (2 / times), _order(xs))
+        x = self._off(x, inner * times, name, exact, sizes * (2 / times), self._order(xs, x, lanes))
         if name in _WIDE_SUMS:
-            x = self._off(x, unit, "result", _fits(jnp.abs(x), _fineness(x, inner), unit))
+            x = self._off(x, unit, "result", _fits(abs(x), _fineness(x, inner), unit))
         return [x]
+
+    def _order(self, xs: Sequence[AnyLeaf], result: AnyLeaf, lanes: int) -> AnyLeaf:
+        """What the order of a sum makes of each result: all of a shard's have the same."""
+        number = _order([x.reshape(*x.shape[:lanes], -1) for x in xs])
+        return number.reshape((*number.shape, *[1] * (result.ndim - lanes)))
 
     def _unit(self, var: Any) -> Any:
         """The roundoff of a variable in this run; zero for exact dtypes."""
@@ -317,7 +331,7 @@ class Noisy(Promoted):
         """The roundoff `unit` where the noise is that of the program's dtypes, else double precision's."""
         if unit in self.units:
             return self.units[unit]
-        return jnp.where(self.in_own_dtypes, unit, roundoff(np.float64))
+        return self.numpy.where(self.in_own_dtypes, unit, roundoff(np.float64))
 
     def _sizes_and_fineness(
         self,
@@ -329,14 +343,14 @@ class Noisy(Promoted):
         """For each result of a sum, the sum of the sizes of its terms, and how fine they are."""
         inexact = [is_inexact(dtype_of(v)) for v in eqn.invars]
         if not any(inexact):
-            return jnp.abs(outputs), _fineness(outputs, roundoff(np.float64))
+            return abs(outputs), _fineness(outputs, roundoff(np.float64))
 
         def over(of: Callable[[AnyLeaf, Any], AnyLeaf]) -> AnyLeaf:
             operands = zip(xs, eqn.invars, inexact, strict=True)
             inputs = [of(x, v).astype(x.dtype) if hit else x for x, v, hit in operands]
             return run(*inputs)[0].real
 
-        sizes = over(lambda x, v: jnp.abs(x))
+        sizes = over(lambda x, v: abs(x))
         if jnp.issubdtype(outputs.dtype, jnp.complexfloating):
             return sizes, jnp.full_like(sizes, jnp.inf)
         return sizes, over(lambda x, v: _fineness(x, self._unit(v)))
@@ -351,14 +365,14 @@ class Noisy(Promoted):
     ) -> AnyLeaf:
         """Where an operation that rounds each result once did not have to round it."""
         name = eqn.primitive.name
-        if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in xs):
+        if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in (*xs, *outputs)):
             return np.False_
         if name in _SHORT:
-            return (xs[0] == 0) | (jnp.abs(outputs[0]) == 1)
+            return (xs[0] == 0) | (abs(outputs[0]) == 1)
         if name == "pow" and is_inexact(xs[1].dtype):
             # XLA computes whole powers of powers of two exactly.
             short = (_grain(xs[0])[1] == xs[0]) & (_grain(outputs[0])[1] == outputs[0])
-            return short & (jnp.floor(xs[1]) == xs[1])
+            return short & (xs[1] % 1 == 0)
         source = eqn.invars[0]
         if name in _CONVERSIONS and not narrows and is_inexact(dtype_of(source)):
             return (self._unit(source) >= unit) | _is_short(xs[0], unit)
@@ -383,50 +397,72 @@ class Noisy(Promoted):
         if not is_inexact(x.dtype) or x.size == 0:
             return x
         salt = np.uint64(zlib.crc32(name.encode()) * _ODD % 2**64)
-        seed = self.seed ^ salt if order is None else self.seed ^ salt ^ order
+        seed = self.seed.reshape((*self.seed.shape, *[1] * (x.ndim - self.seed.ndim)))
+        seed = seed ^ salt if order is None else seed ^ salt ^ order
         moved = _moved(x, self.noisy * unit, sizes, exact, seed)
         # XLA would compute the noise anew for each use, compile it as often, and may round that of a sum
         # differently there. A function such as `tanh` stays in one loop with its uses: alone, it may be other
         # for other shapes.
         is_materialized = name in _ONCE or sizes is not None
-        return jax.lax.optimization_barrier(moved) if is_materialized else moved
+        traced = is_materialized and numpy_of(moved) is jnp
+        return jax.lax.optimization_barrier(moved) if traced else moved
 
 
-@jax.jit
-def _order(xs: Sequence[AnyLeaf]) -> AnyLeaf:
-    """A number that depends on all operands and the order of the numbers in them, but not on signs."""
-    number = jnp.zeros((), np.uint64)
-    for x in xs:
-        digits = _digits(x).ravel() if is_inexact(x.dtype) else x.ravel().astype(np.uint64)
-        places = 2 * jnp.arange(digits.size, dtype=np.uint64) + np.uint64(1)
-        number = (number + (digits * (places * np.uint64(_ODD))).sum()) * np.uint64(_ODD)
+_Fun = TypeVar("_Fun", bound=Callable[..., Any])
+
+
+def _traced_once(fun: _Fun) -> _Fun:
+    """A function of arrays. That of JAX's is traced once for each type of its arguments."""
+    traced = jax.jit(fun)
+
+    @functools.wraps(fun)
+    def run(*args: Any) -> Any:
+        return (fun if numpy_of(*jax.tree.leaves(args)) is np else traced)(*args)
+
+    return cast(_Fun, run)
+
+
+@_traced_once
+def _order(rows: Sequence[AnyLeaf]) -> AnyLeaf:
+    """For each shard a number that depends on all operands and the order of the numbers in them.
+
+    It does not depend on signs.
+
+    **Arguments:**
+
+    - `rows`: the operands, with all numbers of a shard on their last axis.
+    """
+    number: Any = np.uint64(0)
+    for x in rows:
+        digits = _digits(x) if is_inexact(x.dtype) else x.astype(np.uint64)
+        places = np.arange(1, 2 * x.shape[-1], 2).astype(np.uint64) * np.uint64(_ODD)
+        number = (number + (digits * places).sum(-1)) * np.uint64(_ODD)
     return number
 
 
 def _digits(x: AnyLeaf) -> AnyLeaf:
     """The bits of the sizes of numbers. Rounding is the same for a number and its negative."""
-    real = x.real if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    return jax.lax.bitcast_convert_type(jnp.abs(real), np.uint64)
+    return _bits(abs(x.real if jnp.issubdtype(x.dtype, jnp.complexfloating) else x))
 
 
 def _bits(x: AnyLeaf) -> AnyLeaf:
-    return jax.lax.bitcast_convert_type(x, np.uint64)
+    return x.view(np.uint64)
 
 
-@jax.jit
+@_traced_once
 def _is_short(x: AnyLeaf, unit: Any) -> AnyLeaf:
     """Whether numbers have no more digits than a dtype with this roundoff has.
 
     What was rounded in double precision has digits to the last place, so that a number with fewer was not.
     One in 2**16 is taken for exact by chance where the dtype is double precision itself.
     """
-    last = jnp.maximum(unit, 2.0**-36)
+    last = numpy_of(unit).maximum(unit, 2.0**-36)
     # The value of the digits of a number between one and two that the dtype does not have.
     beyond = (last * 2.0**52).astype(np.uint64) - np.uint64(1)
     return (_bits(x) & beyond) == 0
 
 
-@jax.jit
+@_traced_once
 def _is_short_or_an_operand(x: AnyLeaf, unit: Any, operands: Sequence[AnyLeaf]) -> AnyLeaf:
     """Whether results are short or have the digits of an operand.
 
@@ -436,16 +472,17 @@ def _is_short_or_an_operand(x: AnyLeaf, unit: Any, operands: Sequence[AnyLeaf]) 
     return functools.reduce(operator.or_, alike, _is_short(x, unit))
 
 
-@jax.jit
+@_traced_once
 def _moved(x: AnyLeaf, amount: Any, sizes: AnyLeaf | None, exact: AnyLeaf, seed: Any) -> AnyLeaf:
     """Each number off by a random part of it: equal numbers by the same part, so that copies stay copies."""
+    numpy = numpy_of(x)
     # The upper half of a product with an odd number depends on all lower digits (multiplicative hashing).
     mixed = (_digits(x) ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
     part = mixed.astype(np.float64) * 2.0**-52 - 1
     moved = x * (1 + amount * part)
     if sizes is not None:
-        moved += jnp.where(jnp.isfinite(sizes), sizes * amount * part, 0.0)
-    return jnp.where(exact, x, moved)
+        moved += numpy.where(numpy.isfinite(sizes), sizes * amount * part, 0.0)
+    return numpy.where(exact, x, moved)
 
 
 def _grain(x: AnyLeaf) -> tuple[AnyLeaf, AnyLeaf]:
@@ -453,27 +490,32 @@ def _grain(x: AnyLeaf) -> tuple[AnyLeaf, AnyLeaf]:
     bits = _bits(x)
     digits = bits & _FRACTION
     top = bits & np.uint64(0x7FF << 52)
-    lowest = jax.lax.bitcast_convert_type(top | (digits & -digits), np.float64)
-    top = jax.lax.bitcast_convert_type(top, np.float64)
-    return top, jnp.where(digits == 0, top, lowest - top)
+    lowest = (top | (digits & (~digits + np.uint64(1)))).view(np.float64)
+    top = top.view(np.float64)
+    return top, numpy_of(x).where(digits == 0, top, lowest - top)
 
 
-@jax.jit
+@_traced_once
 def _fineness(x: AnyLeaf, unit: Any) -> AnyLeaf:
     """How fine the numbers are: a power of one over the grain, and zero for zero.
 
     Where the grains are factors, the fineness of the product is the product of these. Where terms are
     summed, the sum is nearly that of the finest one, the more so the higher the power is.
     """
-    top, grain = _grain(x)
+    numpy, (top, grain) = numpy_of(x), _grain(x)
     # What has more digits than its dtype stands for a number that is rounded to them.
-    return jnp.where(x == 0, 0.0, jnp.maximum(grain, top * unit) ** -_POWER)
+    return numpy.where(x == 0, 0.0, 1 / _fourth_power(numpy.maximum(grain, top * unit)))
 
 
-@jax.jit
+@_traced_once
 def _fits(sizes: AnyLeaf, fineness: AnyLeaf, unit: Any) -> AnyLeaf:
     """Whether sums of terms that are so large and so fine need no more digits than a dtype has."""
-    return (sizes**_POWER * fineness) <= (2 / unit) ** _POWER
+    return _fourth_power(sizes) * fineness <= _fourth_power(2 / unit)
+
+
+def _fourth_power(x: AnyLeaf) -> AnyLeaf:
+    square = x * x
+    return square * square
 
 
 def _terms(eqn: Equation, shards: int) -> int:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._types import AnyLeaf, Numbers
+from ._stacked import numpy_of
 
 
 # Whose rounding is meant: that of double precision, or that of the program's own dtypes.
@@ -111,17 +112,17 @@ def distances(a: Numbers, b: Numbers) -> Numbers:
     return np.where(equal(a, b), 0.0, np.where(np.isnan(difference), np.inf, difference))
 
 
-def more_than_rounding(x: AnyLeaf, first: AnyLeaf) -> jax.Array:
+def more_than_rounding(x: AnyLeaf, first: AnyLeaf) -> AnyLeaf:
     """The differences, in float32, between an array and the first copy; zero where rounding explains them."""
-    same = equal(x, first)
+    numpy, same = numpy_of(x), equal(x, first)
     if not is_inexact(x.dtype):
-        apart = jnp.abs(x.astype(jnp.float32) - first.astype(jnp.float32))
-        return jnp.where(same, jnp.float32(0), jnp.maximum(apart, 1))
-    difference = jnp.nan_to_num(jnp.abs(x - first), nan=jnp.inf, posinf=jnp.inf)
-    largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
+        apart = abs(x.astype(np.float32) - first.astype(np.float32))
+        return numpy.where(same, np.float32(0), numpy.maximum(apart, 1))
+    difference = numpy.nan_to_num(abs(x - first), nan=np.inf, posinf=np.inf)
+    largest = numpy.where(numpy.isfinite(x), abs(x), 0).max()
     eps = roundoff(x.dtype)
     tolerated = largest * eps * (_OF_COPIES if eps > 1e-6 else _OF_DOUBLE_COPIES)
-    return jnp.where(same | (difference <= tolerated), 0, difference).astype(jnp.float32)
+    return numpy.where(same | (difference <= tolerated), 0, difference).astype(np.float32)
 
 
 def least(rounding: Rounding, dtype: Any, want: Numbers) -> Numbers:

@@ -24,7 +24,7 @@ from ._collective_rules import RULES, collective, communicating_axes, nested_col
 from ._jaxprs import Equation, Jaxpr, names_of, new_axes
 from ._noise import OwnDtypes
 from ._numbers import data_of, more_than_rounding
-from ._stacked import Axes, MappedAxes, Stacked, names_of_spec
+from ._stacked import Axes, MappedAxes, Stacked, names_of_spec, numpy_of
 
 
 # For each promise the largest difference, and where it is: the number of the stack, and the index in it.
@@ -78,11 +78,12 @@ class Frame:
         self.scope = scope
         self.differences = differences
 
-    def note(self, amounts: jax.Array, positions: jax.Array) -> None:
+    def note(self, amounts: AnyLeaf, positions: AnyLeaf) -> None:
         """Keep the larger differences."""
         old, at = self.differences
-        larger = (amounts > old)[:, None]
-        self.differences = jnp.maximum(old, amounts), jnp.where(larger, positions, at)
+        numpy = numpy_of(old, amounts)
+        larger = (amounts > old)[..., None]
+        self.differences = numpy.maximum(old, amounts), numpy.where(larger, positions, at)
 
 
 # What replays one equation.
@@ -101,13 +102,14 @@ class Replay:
     **Attributes:**
 
     - `arithmetic`: how it computes.
+    - `lanes`: how many of the first axes of what a collective gets are no mesh axes.
     - `__name__`: the name under which JAX compiles it, and logs that.
     """
 
     def __init__(self, name: str, jaxpr: Jaxpr, most_rounds: int | None = MOST_ROUNDS) -> None:
         self.name, self.jaxpr, self.most_rounds = name, jaxpr, most_rounds
         self.__name__ = f"{name}_emulated"
-        self.arithmetic = OwnDtypes()
+        self.arithmetic, self.lanes = OwnDtypes(), 0
         self._choices = {id(choice.eqn): choice for choice in choices(jaxpr)}
         self.promises = [*_promises(jaxpr), *_sides(self._choices.values())]
         self._promise_numbers = {(id(p.eqn), p.index): i for i, p in enumerate(self.promises)}
@@ -148,29 +150,31 @@ class Replay:
         return self._axes[key]
 
     def _run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
-        def literal(atom: Any) -> Stacked:
-            return Stacked(self.arithmetic.literal(atom))
-
         def run(eqn: Equation, values: list[Stacked]) -> list[Stacked]:
             results = self._equation(eqn, values, frame)
             if choice := self._choices.get(id(eqn)):
                 self._note_sides(choice, values, results, frame)
             return results
 
-        return jaxprs.interpreted(jaxpr, values, literal, run)
+        return jaxprs.interpreted(jaxpr, values, self._literal, run)
+
+    def _literal(self, atom: Any) -> Stacked:
+        return Stacked(self.arithmetic.literal(atom))
 
     def _equation(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked]:
-        name, scope = eqn.primitive.name, frame.scope
+        name = eqn.primitive.name
         if jaxprs.is_identity(eqn):
             return values
         if name in jaxprs.CALLS:
             return self.run(jaxprs.called(eqn), jaxprs.operands_of_call(eqn, values), frame)
-        rules: dict[str, _Rule] = {
-            "cond": self._cond,
-            "while": self._while,
-            "scan": self._scan,
-            "shard_map": self._shard_map,
-        }
+        if name == "shard_map":
+            return self._shard_map(eqn, values, frame)
+        return self.leaf(eqn, values, frame)
+
+    def leaf(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked]:
+        """The results of an equation that is not opened."""
+        name, scope = eqn.primitive.name, frame.scope
+        rules: dict[str, _Rule] = {"cond": self._cond, "while": self._while, "scan": self._scan}
         if name in rules:
             return rules[name](eqn, values, frame)
         used = jaxprs.axes_named(eqn) & {*scope.sizes, *scope.indices}
@@ -178,11 +182,11 @@ class Replay:
             axis = eqn.params["axis_name"]
             if axis in scope.indices:
                 return [Stacked(scope.indices[axis])]
-            return [Stacked(jnp.arange(scope.sizes[axis], dtype=jnp.int32), (axis,))]
+            return [Stacked(np.arange(scope.sizes[axis], dtype=np.int32), (axis,))]
         if used:
             return self._collective(eqn, values, used, scope)
         if why := _not_replayed(eqn):
-            raise self._refused(name, why)
+            raise self.refused(name, why)
         over = scope.union(values)
         if not over or name not in _SHARD_BY_SHARD or _draws_safely(eqn):
             try:
@@ -192,7 +196,7 @@ class Replay:
                     raise
             except NameError as error:
                 # A collective that has no rule in `RULES`: outside of a map its axis is not bound.
-                raise self._refused(name) from error
+                raise self.refused(name) from error
         return self._shard_by_shard(self._plain, over, eqn, values, frame)
 
     def _plain(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
@@ -204,19 +208,19 @@ class Replay:
         name, over = eqn.primitive.name, names_of(eqn)
         known = name in RULES and used == {*over} <= {*scope.sizes}
         if not known or len(eqn.invars) != len(eqn.outvars):
-            raise self._refused(name)
+            raise self.refused(name)
         shards, results = math.prod(scope.shape(over)), []
         # Each operand has a result.
         for value, a, b in zip(values, eqn.invars, eqn.outvars, strict=True):
             axes: list[Axes] = []
 
             def run(x: Any, value: Stacked = value, axes: list[Axes] = axes) -> list[Any]:
-                result = collective(eqn, Stacked(jnp.asarray(x), value.axes), scope)
+                result = collective(eqn, Stacked(x, value.axes), scope)
                 axes.append(result.axes)
                 return [result.x]
 
             of_operand = eqn.replace(invars=[a], outvars=[b])
-            (x,) = self.arithmetic.reduced(of_operand, [value.x], run, shards)
+            (x,) = self.arithmetic.reduced(of_operand, [value.x], run, shards, self.lanes)
             results.append(Stacked(x, axes[0]))
         return results
 
@@ -227,7 +231,7 @@ class Replay:
             if again := [name for name in names_of_spec(spec) if name not in sizes]:
                 # JAX makes such specs for the gradient of nested calls, and cannot compile them.
                 why = f"one inside another names {again[0]!r}, which the outer one maps over"
-                raise self._refused("shard_map", why)
+                raise self.refused("shard_map", why)
         inside = MappedAxes({**scope.sizes, **sizes}, scope.indices)
         split = [inside.split(v, spec) for v, spec in zip(values, params["in_specs"], strict=True)]
         inner = Frame(inside, frame.differences)
@@ -240,7 +244,7 @@ class Replay:
         frame.differences = inner.differences
         return joined
 
-    def _refused(self, primitive: str, why: str = "") -> sm.StatemeshError:
+    def refused(self, primitive: str, why: str = "") -> sm.StatemeshError:
         return sm.StatemeshError(
             f"{self.name}: `{primitive}` cannot be replayed on one device{why and f': {why}'}. Run the call "
             "on devices; simulated ones will do (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
@@ -391,26 +395,35 @@ class Replay:
 
     # Promises
 
+    def _largest_difference(
+        self, value: Stacked, left: Sequence[Hashable]
+    ) -> tuple[AnyLeaf, AnyLeaf, Stacked]:
+        """By how much shards differ along the axes `left`, where they differ most, and in what."""
+        return *largest_difference(value, left), value
+
     def _one_copy(
         self, eqn: Equation, index: int, value: Stacked, left: Sequence[Hashable], frame: Frame
     ) -> Stacked:
         """Keep one copy along the axes `left`, and note by how much the others differ."""
         if not left:
             return value
-        amount, position = _largest_difference(value, left)
+        amount, position, of_one = self._largest_difference(value, left)
         promise = self.promises[self._promise_numbers[id(eqn), index]]
-        stack = value.axes, tuple(value.x.shape), tuple(left)
+        stack = of_one.axes, tuple(of_one.x.shape), tuple(left)
         number = promise.stacks.setdefault(stack, len(promise.stacks))
-        self._note(eqn, index, amount, jnp.stack([number, position]), frame)
+        numpy = numpy_of(position)
+        positions = numpy.stack([numpy.full_like(position, number), position], -1)
+        self._note(eqn, index, amount, positions, frame)
         # All shards have the same value, so the first one's copy serves.
         first = tuple(0 if name in left else slice(None) for name in value.axes)
         return Stacked(value.x[first], tuple(name for name in value.axes if name not in left))
 
     def _note(
-        self, eqn: Equation, index: int, amount: jax.Array, position: jax.Array, frame: Frame
+        self, eqn: Equation, index: int, amount: AnyLeaf, position: AnyLeaf, frame: Frame
     ) -> None:
+        numpy = numpy_of(amount, position)
         here = np.arange(len(self.promises)) == self._promise_numbers[id(eqn), index]
-        frame.note(jnp.where(here, amount, 0), jnp.where(here[:, None], position, 0))
+        frame.note(numpy.where(here, amount, 0), numpy.where(here[:, None], position, 0))
 
     def _note_sides(
         self,
@@ -423,7 +436,7 @@ class Replay:
         if choice.limited is not None:
             chosen = frame.scope.spread(chosen, results[0].axes)
         for side, seen in enumerate(choice.sides(chosen.x, results[0].x)):
-            nowhere = jnp.zeros(2, np.int32)
+            nowhere = np.zeros(2, np.int32)
             self._note(choice.eqn, _FIRST_SIDE - side, seen.astype(np.float32), nowhere, frame)
 
     def sides(self, differences: Differences) -> dict[tuple[Choice, int], bool]:
@@ -531,16 +544,16 @@ def _sides(every: Iterable[Choice]) -> Iterator[_Promise]:
             yield _Promise(choice.eqn, _FIRST_SIDE - side)
 
 
-def _largest_difference(value: Stacked, left: Sequence[Hashable]) -> tuple[jax.Array, jax.Array]:
+def largest_difference(value: Stacked, left: Sequence[Hashable]) -> tuple[AnyLeaf, AnyLeaf]:
     """By how much shards differ along the axes `left`, and where in the stacked array they differ most."""
     x = data_of(value.x)
     if x.size == 0:
-        return jnp.float32(0), jnp.int32(0)
+        return np.float32(0), np.int32(0)
     at = tuple(slice(0, 1) if name in left else slice(None) for name in value.axes)
     difference = more_than_rounding(x, x[at])
     # The data of a key has an axis that the key does not have.
     difference = difference.max(tuple(range(value.x.ndim, x.ndim)))
-    return jnp.max(difference), jnp.argmax(difference).astype(jnp.int32)
+    return difference.max(), difference.argmax().astype(np.int32)
 
 
 def _partitioned_axes(

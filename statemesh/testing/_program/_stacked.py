@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,6 +15,8 @@ from jax.typing import ArrayLike
 
 
 Axes: TypeAlias = tuple[Hashable, ...]
+
+_OF_NUMPY = np.ndarray, np.generic, float, int
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["axes"])
@@ -127,9 +130,25 @@ class MappedAxes:
         return Stacked(value.x.transpose(order).reshape(shape), tuple(outer))
 
 
-def numpy_of(x: object) -> Any:
-    """What moves an array: a NumPy array stays one, so that nothing is compiled for it."""
-    return np if isinstance(x, np.ndarray) else jnp
+def numpy_of(*xs: object) -> Any:
+    """What computes with arrays: NumPy where all are its own, so that nothing is compiled for them."""
+    return np if all(isinstance(x, _OF_NUMPY) for x in xs) else jnp
+
+
+def vmap(
+    fun: Callable[..., Any], in_axes: Sequence[int | None], out_axes: int = 0
+) -> Callable[..., Any]:
+    """`jax.vmap`, which keeps NumPy's arrays."""
+    by_jax = jax.vmap(fun, in_axes, out_axes)
+
+    def mapped(*xs: Any) -> Any:
+        if numpy_of(*xs) is jnp:
+            return by_jax(*xs)
+        both = zip(xs, in_axes, strict=True)
+        each = [itertools.repeat(x) if at is None else np.moveaxis(x, at, 0) for x, at in both]
+        return np.stack([fun(*parts) for parts in zip(*each, strict=False)], out_axes)
+
+    return mapped
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[Axes]:
