@@ -12,12 +12,14 @@ import numpy as np
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
 from .._program._lines import SourceLine
+from .._program._numbers import numbers
 from .._program._stacked import MappedAxes
 from .._types import Numbers
 from ._compare import Comparison, right_values
+from ._evaluate import on_all_shards
 from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards, same_as
-from ._suspects import Suspect, is_wrong_before
+from ._suspects import REDUCTIONS, Suspect, is_wrong_before
 
 
 # Offsets are tried for so many lengths of arrays.
@@ -49,7 +51,7 @@ class Trial:
 
     suspect: Suspect
     changes: Changes
-    cost: int
+    cost: float
     words: str = ""
     is_added: bool = False
     is_factor: bool = False
@@ -74,9 +76,12 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             np.allclose(array, array.take([0], at), rtol=1e-10, atol=0, equal_nan=True)
             for array in arrays.values()
         ]
+        # What a line after it reduces along the same axis is not what lacks a reduction.
+        of_reduction = cost + 0.5 * all(_is_reduced(comparison, x, name) for x in arrays)
         for collective, reduce in _REDUCTIONS.items() if not any(equal) else ():
             changes = {x: reduced_by(x, reduce, at) for x in arrays}
-            yield Trial(suspect, changes, cost, f"with jax.lax.{collective}(..., {name!r})", True)
+            words = f"with jax.lax.{collective}(..., {name!r})"
+            yield Trial(suspect, changes, of_reduction, words, True)
         if not any(equal):
             changes = {x: reduced_by(x, _last, at) for x in arrays}
             words = f"with what the last shard along {name!r} has"
@@ -85,7 +90,17 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             changes = {x: _multiplied(x, factor) for x in arrays}
             scaled = "multiplied" if factor > 1 else "divided"
             words = f"{scaled} by the number of shards, {size},"
-            yield Trial(suspect, changes, cost, words, is_added, is_factor=True)
+            # A sum in the place of a mean is likelier than a factor that is missing.
+            of_factor = cost + 0.5 * is_added
+            yield Trial(suspect, changes, of_factor, words, is_added, is_factor=True)
+
+
+def _is_reduced(comparison: Comparison, value: int, name: Hashable) -> bool:
+    """Whether all that reads a value reduces it along a mesh axis."""
+    readers = [node for node in comparison.mesh.nodes if value in node.operands]
+    return bool(readers) and all(
+        node.name.startswith(REDUCTIONS) and name in names_of(node.eqn) for node in readers
+    )
 
 
 def unreduced(comparison: Comparison) -> Iterator[Trial]:
@@ -144,14 +159,30 @@ def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         first = nodes[0]
         if {*suspect.nodes}.isdisjoint(nodes) or first.kind != "run" or len(first.results) != 1:
             continue
-        for make in _OF_COLLECTIVES.get(first.name, [_whole_numbers, _operands, _left_out]):
+        for make in _OF_COLLECTIVES.get(first.name, _OF_OTHERS):
             for cost, changes, text in make(comparison, suspect, nodes):
                 yield Trial(suspect, changes, cost, text)
+    yield from _counts(comparison, suspect)
     yield from _positions(comparison, suspect)
 
 
 # What makes trials of nodes of one kind gives their cost, the changes, and the change in words.
 _Changed: TypeAlias = Iterator[tuple[int, Changes, str]]
+
+
+def _other_reductions(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
+    """Another reduction over the same shards."""
+    names, sizes = names_of(nodes[0].eqn), list(nodes[0].scope.sizes)
+    alike = all(names_of(node.eqn) == names and len(node.operands) == 1 for node in nodes)
+    if not names or not alike or not {*names} <= {*sizes}:
+        return
+    at = tuple(map(sizes.index, names))
+    shown = names[0] if len(names) == 1 else names
+    others: Mapping[str, Callable[..., Any]] = {**_REDUCTIONS, "pmin": np.min}
+    for name, reduce in others.items():
+        if not nodes[0].name.startswith(name):
+            changes = {node.results[0]: reduced_by(node.operands[0], reduce, at) for node in nodes}
+            yield 0, changes, f"with jax.lax.{name}(..., {shown!r})"
 
 
 def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
@@ -215,8 +246,9 @@ def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Nod
         for name, _, offset in _offsets(comparison, scope, 0) if is_multiple else ():
             if name in counted:
                 yield 1, dict.fromkeys(values, constant(offset)), ""
-        for name, length, offset in _offsets(comparison, scope, len(aval.shape), aval.shape[-1:]):
-            cost = int(length not in aval.shape[-1:])
+        lengths = {*aval.shape[-1:], *_counts_of(comparison, nodes)}
+        for name, length, offset in _offsets(comparison, scope, len(aval.shape), lengths):
+            cost = int(length not in lengths)
             yield cost, {x: _increased(x, offset) for x in values}, _added(length, name)
 
 
@@ -241,6 +273,78 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
                 if any(node.kind == "join" for node in readers):
                     # It may leave as it is, and be read in another form.
                     yield 1, _read_as(comparison, readers, operands, -offset), ""
+
+
+def _counts(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """A count that the line names, with the number of shards times as much or less."""
+    for x, count in _constants_of(comparison, suspect.nodes).items():
+        readers = [node for node in comparison.mesh.nodes if x in node.operands]
+        scope = readers[0].scope
+        if any(node.scope != scope for node in readers):
+            continue
+        shape = tuple(scope.sizes.values())
+        others = [count * size for size in shape]
+        others += [count // size for size in shape if count % size == 0]
+        for other in dict.fromkeys(others):
+            array = np.full(shape, other)
+            changes = {x: dataclasses.replace(constant(array), scope=scope)}
+            yield Trial(suspect, changes, 1)
+
+
+def _counts_of(comparison: Comparison, nodes: Sequence[Node]) -> set[int]:
+    return {*_constants_of(comparison, nodes).values()}
+
+
+def _constants_of(comparison: Comparison, nodes: Sequence[Node]) -> dict[int, int]:
+    """The whole numbers beyond one that nodes of one line name, by their values."""
+    lines = {node.line for node in nodes}
+    read = {x for node in comparison.mesh.nodes if node.line in lines for x in node.operands}
+    found = {}
+    for x in sorted(read & comparison.mesh.constants.keys()):
+        number = numbers(comparison.values[x].x)
+        if number.dtype.kind in "iu" and number.size == 1 and number.flat[0] > 1:
+            found[x] = int(number.flat[0])
+    return found
+
+
+def at_hand(comparison: Comparison) -> Iterator[Trial]:
+    """Lines that read what a shard has, with what an earlier line has made of it together with the others."""
+    nodes = comparison.mesh.nodes
+    for k, node in enumerate(nodes):
+        is_one_each = len(node.operands) == len(node.results)
+        if node.name not in RULES or node.line is None or node.transposed or not is_one_each:
+            continue
+        together = dict(zip(node.operands, node.results, strict=True))
+        for reader in nodes[k + 1 :]:
+            own = together.keys() & {*reader.operands}
+            if not own or reader.line in (None, node.line) or reader.kind != "run":
+                continue
+            if not reader.transposed and (changes := _with(comparison, reader, together)):
+                suspect = Suspect(reader.line, False, [reader], reader.results, "other")
+                yield Trial(suspect, changes, -0.5)
+
+
+def _with(comparison: Comparison, node: Node, others: Mapping[int, int]) -> Changes | None:
+    """What a node makes of other values; `None` if that has another shape."""
+
+    def make(number: int, read: Read) -> Numbers:
+        given = [read(others.get(x, x)) for x in node.operands]
+        return results_on_all_shards(comparison, node, given)[number]
+
+    if any(others.get(x, x) not in comparison.values for x in (*node.operands, *node.results)):
+        return None
+    scope = node.scope
+    changes = {
+        x: Change(functools.partial(make, number), scope) for number, x in enumerate(node.results)
+    }
+    try:
+        for x, change in changes.items():
+            made = change.made(lambda y: on_all_shards(comparison.values[y], scope))
+            if made.shape != on_all_shards(comparison.values[x], scope).shape:
+                return None
+    except Exception:  # NumPy or JAX may raise any error for shapes that a node was not made for.
+        return None
+    return changes
 
 
 def _read_as(
@@ -332,4 +436,9 @@ def _increased(value: int, summand: Numbers, scope: MappedAxes | None = None) ->
     return Change(lambda read: read(value) + summand, scope)
 
 
-_OF_COLLECTIVES = {"ppermute": [_moves], "axis_index": [_indices]}
+_OF_COLLECTIVES = {
+    "ppermute": [_moves],
+    "axis_index": [_indices],
+    **{name: [_other_reductions] for name in (*_SUMS, "pmax", "pmin")},
+}
+_OF_OTHERS = [_whole_numbers, _operands, _left_out]

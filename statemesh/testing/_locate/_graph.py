@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
+from .._program._collective_rules import RULES
 from .._program._jaxprs import (
     CALLS,
     Equation,
@@ -76,7 +77,7 @@ class Graph:
     - `inputs`: the numbers of the values that come in.
     - `results`: of those that go out.
     - `constants`: the values that are a part of the program: arrays and literals.
-    - `nodes`: the nodes on which a result depends.
+    - `nodes`: the nodes on which a result depends, or what the user's own lines reduce or gather.
     """
 
     jaxpr: Jaxpr
@@ -97,7 +98,11 @@ def graph_of(jaxpr: Jaxpr, scope: MappedAxes, around: SourceLine | None = None) 
     flattening = _Flattening()
     inputs = flattening.new(len(opened(jaxpr).invars))
     results = flattening.run(jaxpr, inputs, _Around(scope, around))
-    nodes = needed(flattening.nodes, results)
+    # A reduction that nothing reads may be the one that a line should read.
+    unread = [
+        x for node in flattening.nodes if node.line and node.name in RULES for x in node.results
+    ]
+    nodes = needed(flattening.nodes, [*results, *unread])
     return Graph(jaxpr, tuple(inputs), tuple(results), flattening.constants, nodes)
 
 

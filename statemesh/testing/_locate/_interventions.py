@@ -1,11 +1,12 @@
 """Which changes of lines put all results right, and whether they tell the cause."""
 
 import builtins
+import itertools
 import re
 from collections.abc import Sequence
 
 from .._program._lines import SourceLine
-from ._changes import Trial, reductions, simple_changes, unreduced
+from ._changes import Trial, at_hand, reductions, simple_changes, unreduced
 from ._compare import Comparison
 from ._reruns import MOST_NODES, Again, Reruns, are_confirmed
 from ._rounds import of_rounds
@@ -39,7 +40,7 @@ def mending(
     calls = [call for suspect in suspects for call in of_single_calls(suspect)]
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
     if others is not None:
-        trials += unreduced(comparison)
+        trials += itertools.chain(unreduced(comparison), at_hand(comparison))
         for suspect in (*suspects, *others):
             trials += simple_changes(comparison, suspect)
         trials += of_rounds(comparison)

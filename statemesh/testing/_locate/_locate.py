@@ -41,7 +41,15 @@ from ._located import (
 )
 from ._reruns import Again, Outcome, Reruns
 from ._specs import of_lengths, of_other_axes, of_other_policies
-from ._suspects import Evidence, Suspect, call_to_blame, is_first, others, suspects_of
+from ._suspects import (
+    Evidence,
+    Suspect,
+    call_to_blame,
+    is_first,
+    of_the_others,
+    others,
+    suspects_of,
+)
 
 
 # A report names so many.
@@ -260,6 +268,8 @@ _COST_OF_EVIDENCE = {
 _UNDECIDED: Sequence[Evidence] = ("related", "derivative")
 # What makes their values whole may be missing on a later line.
 _INCOMPLETE: Sequence[Evidence] = (*_UNDECIDED, "unsure")
+# What is likelier than another one by its kind alone.
+_BEFORE = 0.5
 # A mistake in a line shows in its derivative too.
 _COST_OF_DERIVATIVE = 1
 # Not all results are known to be right with right values at the line: some stay wrong, or the values were not
@@ -298,10 +308,13 @@ def places(
     trials = mending(reruns, changed, None if is_sure else others(comparison, suspects), again)
     # The cost of an intervention, the position of its line in the program, and the line.
     positions = {suspect: position for position, suspect in enumerate(suspects)}
-    interventions = []
+    interventions: list[tuple[float, int, Suspect]] = []
     for x in lines:
         evidence = _COST_OF_EVIDENCE[x.evidence] + _COST_OF_DERIVATIVE * x.transposed
-        interventions.append((evidence + _COST_OF_OUTCOME[outcomes[x]], positions[x], x))
+        cost = evidence + _COST_OF_OUTCOME[outcomes[x]]
+        interventions.append((cost, positions[x], x))
+        if x.evidence in _UNDECIDED and (other := of_the_others(comparison, x)):
+            interventions.append((cost - _BEFORE, positions[x], other))
     if not is_sure:
         # Lines that lead to no wrong result come last.
         last = len(suspects)

@@ -110,7 +110,7 @@ def of_other_axes(
         if reruns.nodes_run > MOST_NODES:
             break
         changes = {node.results[0]: dataclasses.replace(node, spec=other) for _, node in nodes}
-        if reruns.mends(changes) and are_confirmed(changes, again):
+        if _mends(reruns, changes) and are_confirmed(changes, again):
             got, want = errors.spec_str(spec), errors.spec_str(other)
             states = list(dict.fromkeys(_state(path) for path, _ in nodes))
             named = [path for path in states if path in {*map(_state, arguments)}] or states
@@ -118,6 +118,16 @@ def of_other_axes(
             tried = f"with {want} for {', '.join(named)}, all results are right"
             return [Place("", 0, source, "the spec", got=got, want=want, shards="")], tried
     return [], None
+
+
+def _mends(reruns: Reruns, changes: Mapping[int, Node]) -> bool:
+    """Whether all results are right with other specs; they are not where parts of other shapes do not fit."""
+    try:
+        return reruns.mends(changes)
+    except (
+        Exception
+    ):  # NumPy or JAX may raise any error for shapes that an equation was not made for.
+        return False
 
 
 def _is_of_state(path: str) -> bool:
@@ -132,7 +142,7 @@ def _state(path: str) -> str:
 def _with_other_axes(
     comparison: Comparison, arguments: Sequence[str], results: Sequence[str]
 ) -> Iterator[tuple[str, Sequence[_Node], PartitionSpec, PartitionSpec]]:
-    """Arguments and results that another mesh axis of the same size splits.
+    """Arguments and results that other mesh axes split, or, of states, one less.
 
     States with one spec are changed together, other arrays with one spec too, and then each by itself. A
     state leaves as it came in.
@@ -164,11 +174,7 @@ def _with_other_axes(
         if not any(_is_the_same(state, path) for state in states):
             by_spec.setdefault((node.spec, "out_specs"), []).append([(path, node)])
     for (spec, which), groups in by_spec.items():
-        sizes, names = groups[0][0][1].scope.sizes, names_of_spec(spec)
-        for name, other in itertools.permutations(sizes, 2):
-            if name not in names or other in names or sizes[name] != sizes[other]:
-                continue
-            new = PartitionSpec(*(_with(entry, name, other) for entry in spec))
+        for new in _other_specs(spec, groups[0][0][1].scope.sizes, less=which == "the spec"):
             for some in [groups] + [[group] for group in groups if len(groups) > 1]:
                 yield which, [each for group in some for each in group], spec, new
 
@@ -178,11 +184,35 @@ def _is_the_same(argument: str, result: str) -> bool:
     return _is_of_state(result) and _within(argument) == _within(result)
 
 
-def _with(entry: Any, name: Hashable, other: Hashable) -> Any:
-    """An entry of a spec with another axis in the place of one."""
-    if isinstance(entry, tuple):
-        return tuple(other if each == name else each for each in entry)
-    return other if entry == name else entry
+def _other_specs(
+    spec: PartitionSpec, sizes: Mapping[Hashable, int], *, less: bool
+) -> Iterator[PartitionSpec]:
+    """Specs with another axis of the same size, with two axes in each other's place, and without an axis.
+
+    **Arguments:**
+
+    - `sizes`: those of all mesh axes.
+    - `less`: whether there are such without an axis.
+    """
+    names = names_of_spec(spec)
+    for name, other in itertools.permutations(sizes, 2):
+        is_swap = other in names and list(sizes).index(name) < list(sizes).index(other)
+        if name in names and sizes[name] == sizes[other] and (is_swap or other not in names):
+            yield _renamed(spec, {name: other, other: name})
+    for name in names if less else ():
+        yield _renamed(spec, {name: None})
+
+
+def _renamed(spec: PartitionSpec, new: Mapping[Hashable, Hashable | None]) -> PartitionSpec:
+    """A spec with other axes in the place of some; those that become `None` are left out."""
+    entries: list[Any] = []
+    for entry in spec:
+        renamed = [new.get(name, name) for name in as_names(entry)]
+        kept = tuple(name for name in renamed if name is not None)
+        entries.append(kept[0] if len(kept) == 1 else kept or None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 # Of written states

@@ -220,6 +220,33 @@ def call_to_blame(comparison: Comparison, suspect: Suspect) -> SourceLine | None
     return _call_alone(wrong[-1], right)
 
 
+def of_the_others(comparison: Comparison, suspect: Suspect) -> Suspect | None:
+    """The line that makes whole what a line makes besides its wrong values, as parts of a sum or multiples.
+
+    Who makes all gradients means there and forgets one has made the mistake there.
+    """
+    wrong = _wrong_values(comparison)
+    of_derivative = suspect.evidence == "derivative"
+    made = dict[int, None]()
+    for node in comparison.mesh.nodes:
+        line = line_of_gradient(node.eqn) if of_derivative and node.transposed else node.line
+        if line == suspect.line and node.transposed == (of_derivative or suspect.transposed):
+            made.update((x, None) for x in node.results if x not in wrong)
+    here, found = {*suspect.nodes}, dict[SourceLine, list[Node]]()
+    for node in comparison.mesh.nodes:
+        is_later = node not in here and not node.transposed and node.line != suspect.line
+        if not any(x in made and comparison.differs(x) for x in node.operands) or not is_later:
+            continue
+        if all(map(comparison.is_plain, node.results)):
+            found.setdefault(node.line, []).append(node) if node.line else None
+        else:
+            made.update((x, None) for x in node.results if x not in wrong)
+    if len(found) != 1:
+        return None
+    ((line, nodes),) = found.items()
+    return Suspect(line, False, nodes, [], "other")
+
+
 def is_first(comparison: Comparison, node: Node) -> bool:
     """Whether a node makes something unrelated of what is related."""
     makes = any(map(comparison.is_unrelated, node.results))

@@ -7,7 +7,7 @@ test. A test runs the equations of all planted models both ways and expects the 
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, SupportsInt, TypeAlias
 
 import numpy as np
 from jax.lax import GatherScatterMode
@@ -279,7 +279,7 @@ def _scatter(
 def _places(
     x: Numbers,
     indices: Numbers,
-    of_operand: Sequence[int],
+    of_operand: Sequence[SupportsInt],
     batching: Iterable[tuple[int, int]],
     windows: Sequence[tuple[int, int]],
     mode: GatherScatterMode,
@@ -296,7 +296,7 @@ def _places(
     """
     batch = indices.shape[:-1]
     sizes = dict(windows)
-    starts = {axis: indices[..., k].astype(np.int64) for k, axis in enumerate(of_operand)}
+    starts = {int(axis): indices[..., k].astype(np.int64) for k, axis in enumerate(of_operand)}
     inside = np.ones(batch, bool)
     for axis, start in starts.items():
         last = x.shape[axis] - sizes.get(axis, 1)
