@@ -597,6 +597,27 @@ def test_a_result_that_another_axis_should_put_together() -> None:
     assert found.cause == "with P('data') for around_the_mean(...), all results are right"
 
 
+def test_axes_that_stand_in_each_others_place() -> None:
+    def around_the_mean(x: Any) -> Any:
+        return x - lax.pmean(x.mean(0), "data")
+
+    specs = {"in_specs": P("data", "model"), "out_specs": P("model", "data")}
+    found = located(around_the_mean, X[:, :2], mesh=GRID, **specs)
+    assert found.places[0].source == "out_specs of around_the_mean(...): P('model', 'data')"
+    assert found.cause == "with P('data', 'model') for around_the_mean(...), all results are right"
+
+
+def test_a_state_that_should_not_be_split() -> None:
+    def step(last: Any, x: Any) -> Any:
+        mean = lax.pmean(x.mean(), "data")
+        return last.set(last.value.at[1].set(mean)), x
+
+    last = sm.State(jnp.ones(4), spec=ROWS)
+    found = located(step, last, X, in_specs=(None, ROWS), out_specs=(P(), ROWS))
+    assert found.places[0].source == "the spec of args[0]: P('data')"
+    assert found.cause == "with P() for args[0], all results are right"
+
+
 def test_a_state_that_another_axis_should_split_leaves_as_it_came_in() -> None:
     """What it counts is reduced over the axis along which it then differs."""
 
@@ -835,12 +856,12 @@ def averaged(w: Any, bias: Any, x: Any) -> Any:
 
 
 def test_a_gradient_that_is_too_large_as_it_comes_out() -> None:
-    """No step of the program is at fault: one is missing."""
+    """No step of the program is at fault: one is missing, where the other gradient has it."""
     # The check of replication sums it over shards.
     mapped = sm.shard_map(averaged, MESH, (P(), P(), ROWS), P())
     found = locate(mapped, X[0], X[0, 0], X)
     assert found is not None
-    texts = "asks for both", "one of them"
+    texts = "one of them", "asks for both"
     assert [place.line for place in found.places[:2]] == [*map(line_with, texts)]
     assert found.cause is None
 
@@ -1006,6 +1027,38 @@ def compared(x: Any) -> Any:
     return a + b
 
 
+def two_of_three_means(x: Any) -> Any:
+    own = x.mean(0), jnp.tanh(x).mean(0), (x**2).mean(0)
+    a, b, c = lax.pmean(own[0], "data"), lax.pmean(own[1], "data"), own[2]  # one forgotten
+    return x * a + b - c
+
+
+def below_the_second(x: Any) -> Any:
+    own = x[:, 0] * 2
+    everyone = lax.all_gather(own, "data", tiled=True)
+    first = everyone.max()
+    second = lax.top_k(own, 2)[0][-1]  # not everyone's
+    return x * first - second
+
+
+def last_of_all(x: Any) -> Any:
+    here = x[:, 0] > 0
+    number = jnp.where(here.any(), lax.axis_index("data") * len(x) + here.argmax(), 8)
+    return x * lax.pmax(number, "data")  # the last
+
+
+def in_blocks(x: Any) -> Any:
+    number = lax.axis_index("data") * len(x) + jnp.arange(len(x))
+    block = number // (4 * lax.axis_size("data"))  # by the shards
+    return x * block[:, None]
+
+
+def sums_averaged(x: Any) -> Any:
+    own = x.sum(0)
+    total = lax.pmean(own, "data")  # a mean of sums
+    return x - total / 8
+
+
 # These give the same on all shards.
 OF_ALL_SHARDS = {
     in_its_own_dtype,
@@ -1035,6 +1088,11 @@ OF_ALL_SHARDS = {
         (in_its_own_dtype, "narrowed"),
         (numbered, "times the shards"),
         (compared, "among own rows"),
+        (two_of_three_means, "one forgotten"),
+        (below_the_second, "not everyone's"),
+        (last_of_all, "the last"),
+        (in_blocks, "by the shards"),
+        (sums_averaged, "a mean of sums"),
     ],
 )
 def test_the_line_that_comes_first(fun: Any, text: str) -> None:

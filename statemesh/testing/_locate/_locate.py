@@ -15,7 +15,7 @@ from ..._jax._frames import without_own_frames
 from .. import _errors as errors
 from .._program._collective_rules import RULES
 from .._program._doubled import widened
-from .._program._lines import SourceLine, renames, returns, uses_of
+from .._program._lines import SourceLine, line_of_gradient, renames, returns, uses_of
 from .._program._numbers import is_inexact, is_numpy, promoted
 from .._program._other_values import generic
 from .._program._trace import (
@@ -56,6 +56,7 @@ from ._suspects import (
 _MOST_PLACES = 3
 # These compute nothing.
 _REARRANGING = ("split", "slice", "squeeze", "reshape", "transpose", "concatenate", "dynamic_slice")
+_LEFT_AS_IT_IS = "a value that this line leaves as it is, unlike others that are made with it"
 _NO_LINE = "this result, made by no line of yours"
 # Whether a report raises a failure of `locate` instead of telling it; our tests set this.
 RAISE_FAILURES = False
@@ -466,4 +467,10 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
     known, line = comparison.relations.get(value), suspect.line
     assert line is not None
     operation, note = name_of_operation(node), relation_in_words(known) if known else ""
+    if (
+        suspect.evidence == "other"
+        and line not in (node.line, line_of_gradient(node.eqn))
+        and not trial
+    ):
+        operation = _LEFT_AS_IT_IS
     return Place(line.file, line.number, line.source, operation, got, want, shards, note=note)

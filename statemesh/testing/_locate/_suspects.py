@@ -225,26 +225,27 @@ def of_the_others(comparison: Comparison, suspect: Suspect) -> Suspect | None:
 
     Who makes all gradients means there and forgets one has made the mistake there.
     """
-    wrong = _wrong_values(comparison)
+    wrong, made = _wrong_values(comparison), set[int]()
     of_derivative = suspect.evidence == "derivative"
-    made = dict[int, None]()
+    # In another call of its function a line has other readers.
+    callers = {node.callers for node in suspect.nodes}
     for node in comparison.mesh.nodes:
         line = line_of_gradient(node.eqn) if of_derivative and node.transposed else node.line
-        if line == suspect.line and node.transposed == (of_derivative or suspect.transposed):
-            made.update((x, None) for x in node.results if x not in wrong)
-    here, found = {*suspect.nodes}, dict[SourceLine, list[Node]]()
+        is_alike = node.transposed == (of_derivative or suspect.transposed)
+        if line == suspect.line and is_alike and (of_derivative or node.callers in callers):
+            made.update({*node.results} - wrong)
+    here, found = {*suspect.nodes}, set[SourceLine]()
     for node in comparison.mesh.nodes:
         is_later = node not in here and not node.transposed and node.line != suspect.line
         if not any(x in made and comparison.differs(x) for x in node.operands) or not is_later:
             continue
         if all(map(comparison.is_plain, node.results)):
-            found.setdefault(node.line, []).append(node) if node.line else None
+            found.update([node.line] if node.line else [])
         else:
-            made.update((x, None) for x in node.results if x not in wrong)
+            made.update({*node.results} - wrong)
     if len(found) != 1:
         return None
-    ((line, nodes),) = found.items()
-    return Suspect(line, False, nodes, [], "other")
+    return Suspect(found.pop(), False, suspect.nodes, suspect.values, "other")
 
 
 def is_first(comparison: Comparison, node: Node) -> bool:
