@@ -180,7 +180,9 @@ def _other_reductions(comparison: Comparison, suspect: Suspect, nodes: Sequence[
     shown = names[0] if len(names) == 1 else names
     others: Mapping[str, Callable[..., Any]] = {**_REDUCTIONS, "pmin": np.min}
     for name, reduce in others.items():
-        if not nodes[0].name.startswith(name):
+        # A mean is a sum with a factor, which is tried for all values.
+        is_sum = nodes[0].name in _SUMS and name in ("psum", "pmean")
+        if not is_sum and not nodes[0].name.startswith(name):
             changes = {node.results[0]: reduced_by(node.operands[0], reduce, at) for node in nodes}
             yield 0, changes, f"with jax.lax.{name}(..., {shown!r})"
 
