@@ -1,7 +1,4 @@
-"""A step of beam search: sentences over one axis, the words that they may go on with over the other.
-
-Held out: the ranking of lines is not fitted on this model.
-"""
+"""A step of beam search: sentences over one axis, the words that they may go on with over the other."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Evolution strategies: members of a population over one axis, the rows that judge them over the other.
-
-Held out: the ranking of lines is not fitted on this model.
-"""
+"""Evolution strategies: members of a population over one axis, the rows that judge them over the other."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Message passing on a graph whose nodes are split, each with the edges that lead to it.
-
-Held out: the ranking of lines is not fitted on this model.
-"""
+"""Message passing on a graph whose nodes are split, each with the edges that lead to it."""
 
 from typing import Any, NamedTuple
 

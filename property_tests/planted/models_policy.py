@@ -1,7 +1,4 @@
-"""Policy gradients: environments over one axis, the hidden units of actor and critic over the other.
-
-Held out: the ranking of lines is not fitted on this model.
-"""
+"""Policy gradients: environments over one axis, the hidden units of actor and critic over the other."""
 
 from typing import Any
 

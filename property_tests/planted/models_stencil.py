@@ -1,7 +1,4 @@
-"""Water and heat in a basin: rows end at walls, columns go around, and both axes of the mesh split the grid.
-
-Held out: the ranking of lines is not fitted on this model.
-"""
+"""Water and heat in a basin: rows end at walls, columns go around, and both mesh axes split the grid."""
 
 from typing import Any, NamedTuple
 

@@ -1,7 +1,4 @@
-"""Fine-tuning by low-rank adapters of a frozen, split network; their optimizer is split over the rows' axis.
-
-Held out: the ranking of lines is not fitted on this model.
-"""
+"""Fine-tuning by low-rank adapters of a frozen, split network; their optimizer is split over the rows."""
 
 from functools import partial
 from typing import Any, NamedTuple

@@ -51,7 +51,7 @@ class Trial:
 
     suspect: Suspect
     changes: Changes
-    cost: float
+    cost: int | float
     words: str = ""
     is_added: bool = False
     is_factor: bool = False
