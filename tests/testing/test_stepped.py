@@ -158,6 +158,16 @@ def test_operations(fun: Any) -> None:
     assert_alike(*traced(mapped, np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)))
 
 
+def test_an_equation_without_operands_and_results(capfd: pytest.CaptureFixture[str]) -> None:
+    def shown(x: Any) -> Any:
+        jax.debug.print("it runs")
+        return x * 2
+
+    assert_alike(*traced(shown, np.ones(2, np.float32)))
+    jax.effects_barrier()
+    assert "it runs" in capfd.readouterr().out
+
+
 def test_runs_side_by_side_are_those_that_go_alone() -> None:
     def step(x: Any, key: Any) -> Any:
         long, _ = lax.scan(lambda z, k: (jnp.sin(z + k), None), x, jnp.arange(20.0))
@@ -191,7 +201,8 @@ def test_numpy_moves_numbers_as_far_as_jax() -> None:
     replay = Replay("a program", closed.jaxpr)
 
     def run(noise: Any, *xs: Any) -> Any:
-        return replay(*xs, arithmetic=Noisy(noise, frozenset(), Exact()))[0]
+        replay.arithmetic = Noisy(noise, frozenset(), Exact())
+        return replay(*xs)[0]
 
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
         by_jax = jax.jit(run)(row, *given)

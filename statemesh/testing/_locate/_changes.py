@@ -248,7 +248,7 @@ def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Nod
         for name, _, offset in _offsets(comparison, scope, 0) if is_multiple else ():
             if name in counted:
                 yield 1, dict.fromkeys(values, constant(offset)), ""
-        lengths = {*aval.shape[-1:], *_counts_of(comparison, nodes)}
+        lengths = {*aval.shape[-1:], *_constants_of(comparison, nodes).values()}
         for name, length, offset in _offsets(comparison, scope, len(aval.shape), lengths):
             cost = int(length not in lengths)
             yield cost, {x: _increased(x, offset) for x in values}, _added(length, name)
@@ -291,10 +291,6 @@ def _counts(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             array = np.full(shape, other)
             changes = {x: dataclasses.replace(constant(array), scope=scope)}
             yield Trial(suspect, changes, 1)
-
-
-def _counts_of(comparison: Comparison, nodes: Sequence[Node]) -> set[int]:
-    return {*_constants_of(comparison, nodes).values()}
 
 
 def _constants_of(comparison: Comparison, nodes: Sequence[Node]) -> dict[int, int]:

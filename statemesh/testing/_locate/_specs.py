@@ -124,9 +124,7 @@ def _mends(reruns: Reruns, changes: Mapping[int, Node]) -> bool:
     """Whether all results are right with other specs; they are not where parts of other shapes do not fit."""
     try:
         return reruns.mends(changes)
-    except (
-        Exception
-    ):  # NumPy or JAX may raise any error for shapes that an equation was not made for.
+    except Exception:  # NumPy or JAX may raise any error for shapes that a node was not made for.
         return False
 
 

@@ -125,11 +125,6 @@ class Doubled:
         with jax.enable_x64(True):
             self._consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
 
-    def __call__(self, args: Wide) -> Called:
-        """Call the function."""
-        (called,) = self.runs([args])
-        return called
-
     def runs(
         self,
         args: Sequence[Wide],

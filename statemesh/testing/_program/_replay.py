@@ -102,7 +102,7 @@ class Replay:
     **Attributes:**
 
     - `arithmetic`: how it computes.
-    - `lanes`: how many of the first axes of what a collective gets are no mesh axes.
+    - `lanes`: how many axes the operand of a collective has before its mesh axes.
     - `__name__`: the name under which JAX compiles it, and logs that.
     """
 
@@ -120,18 +120,10 @@ class Replay:
         )
         self._axes: dict[Any, list[Axes]] = {}
 
-    def __call__(
-        self, *arrays: Any, arithmetic: OwnDtypes | None = None
-    ) -> tuple[list[AnyLeaf], Differences]:
-        """Run the program, with an arithmetic for this run only if there is one."""
-        before, self.arithmetic = self.arithmetic, arithmetic or self.arithmetic
+    def __call__(self, *arrays: Any) -> tuple[list[AnyLeaf], Differences]:
         frame = Frame(MappedAxes(), self.no_differences)
-        try:
-            inputs = [Stacked(self.arithmetic.value(x)) for x in arrays]
-            results = self._run(self.jaxpr, inputs, frame)
-        finally:
-            # That of one run may hold tracers, which must not outlive their trace.
-            self.arithmetic = before
+        inputs = [Stacked(self.arithmetic.value(x)) for x in arrays]
+        results = self._run(self.jaxpr, inputs, frame)
         return [value.x for value in results], frame.differences
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
@@ -186,7 +178,7 @@ class Replay:
         if used:
             return self._collective(eqn, values, used, scope)
         if why := _not_replayed(eqn):
-            raise self.refused(name, why)
+            raise self._refused(name, why)
         over = scope.union(values)
         if not over or name not in _SHARD_BY_SHARD or _draws_safely(eqn):
             try:
@@ -196,7 +188,7 @@ class Replay:
                     raise
             except NameError as error:
                 # A collective that has no rule in `RULES`: outside of a map its axis is not bound.
-                raise self.refused(name) from error
+                raise self._refused(name) from error
         return self._shard_by_shard(self._plain, over, eqn, values, frame)
 
     def _plain(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
@@ -208,7 +200,7 @@ class Replay:
         name, over = eqn.primitive.name, names_of(eqn)
         known = name in RULES and used == {*over} <= {*scope.sizes}
         if not known or len(eqn.invars) != len(eqn.outvars):
-            raise self.refused(name)
+            raise self._refused(name)
         shards, results = math.prod(scope.shape(over)), []
         # Each operand has a result.
         for value, a, b in zip(values, eqn.invars, eqn.outvars, strict=True):
@@ -231,7 +223,7 @@ class Replay:
             if again := [name for name in names_of_spec(spec) if name not in sizes]:
                 # JAX makes such specs for the gradient of nested calls, and cannot compile them.
                 why = f"one inside another names {again[0]!r}, which the outer one maps over"
-                raise self.refused("shard_map", why)
+                raise self._refused("shard_map", why)
         inside = MappedAxes({**scope.sizes, **sizes}, scope.indices)
         split = [inside.split(v, spec) for v, spec in zip(values, params["in_specs"], strict=True)]
         inner = Frame(inside, frame.differences)
@@ -244,7 +236,7 @@ class Replay:
         frame.differences = inner.differences
         return joined
 
-    def refused(self, primitive: str, why: str = "") -> sm.StatemeshError:
+    def _refused(self, primitive: str, why: str = "") -> sm.StatemeshError:
         return sm.StatemeshError(
             f"{self.name}: `{primitive}` cannot be replayed on one device{why and f': {why}'}. Run the call "
             "on devices; simulated ones will do (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
@@ -395,11 +387,11 @@ class Replay:
 
     # Promises
 
-    def _largest_difference(
+    def largest_difference(
         self, value: Stacked, left: Sequence[Hashable]
     ) -> tuple[AnyLeaf, AnyLeaf, Stacked]:
         """By how much shards differ along the axes `left`, where they differ most, and in what."""
-        return *largest_difference(value, left), value
+        return *_largest_difference(value, left), value
 
     def _one_copy(
         self, eqn: Equation, index: int, value: Stacked, left: Sequence[Hashable], frame: Frame
@@ -407,7 +399,7 @@ class Replay:
         """Keep one copy along the axes `left`, and note by how much the others differ."""
         if not left:
             return value
-        amount, position, of_one = self._largest_difference(value, left)
+        amount, position, of_one = self.largest_difference(value, left)
         promise = self.promises[self._promise_numbers[id(eqn), index]]
         stack = of_one.axes, tuple(of_one.x.shape), tuple(left)
         number = promise.stacks.setdefault(stack, len(promise.stacks))
@@ -544,7 +536,7 @@ def _sides(every: Iterable[Choice]) -> Iterator[_Promise]:
             yield _Promise(choice.eqn, _FIRST_SIDE - side)
 
 
-def largest_difference(value: Stacked, left: Sequence[Hashable]) -> tuple[AnyLeaf, AnyLeaf]:
+def _largest_difference(value: Stacked, left: Sequence[Hashable]) -> tuple[AnyLeaf, AnyLeaf]:
     """By how much shards differ along the axes `left`, and where in the stacked array they differ most."""
     x = data_of(value.x)
     if x.size == 0:

@@ -21,7 +21,7 @@ from ._jaxprs import Equation, Jaxpr, inner_jaxprs, names_of, operands_of_loop
 from ._literals import Exact
 from ._noise import SCATTERS, Noisy, OwnDtypes, Promoted
 from ._numbers import is_inexact, is_key
-from ._replay import Differences, Frame, Replay, largest_difference
+from ._replay import Differences, Frame, Replay
 from ._stacked import Axes, MappedAxes, Stacked, numpy_of
 
 
@@ -123,7 +123,7 @@ class Stepped(Replay):
             for value in values
         ]
         sizes += [math.prod(getattr(atom.aval, "shape", ())) for atom in eqn.outvars]
-        if max(sizes) > _LARGE:
+        if max(sizes, default=0) > _LARGE:
             return None
         if name in RULES:
             if not collects_by_numpy(eqn, scope):
@@ -184,12 +184,13 @@ class Stepped(Replay):
             frame.note(np.stack(amounts), np.stack(positions))
         return list(map(_of_runs, zip(*(results for results, _ in each), strict=True)))
 
-    def _largest_difference(
+    def largest_difference(
         self, value: Stacked, left: Sequence[Hashable]
     ) -> tuple[AnyLeaf, AnyLeaf, Stacked]:
         of_runs = _of_each_run(value)
         each = [Stacked(x, value.axes[1:]) for x in value.x] if of_runs else [value]
-        found = [largest_difference(one, left) for one in each]
+        of_one = super().largest_difference
+        found = [of_one(one, left)[:2] for one in each]
         amounts, positions = (np.stack([[x] for x in xs]) for xs in zip(*found, strict=True))
         return amounts, positions, each[0]
 
@@ -267,7 +268,9 @@ def _of_runs(each: Sequence[AnyLeaf | Stacked]) -> Stacked:
 
 def _by_run(value: Stacked, count: int) -> list[jax.Array]:
     """The array of each run: one for all of them if it is the same."""
-    return list(map(jnp.asarray, value.x)) if value.axes else [jnp.asarray(value.x)] * count
+    return (
+        list(map(jnp.asarray, value.x)) if _of_each_run(value) else [jnp.asarray(value.x)] * count
+    )
 
 
 def _without_copies(value: Stacked) -> Stacked:
