@@ -88,8 +88,18 @@ def named(report: str, mistake: Mistake) -> list[int]:
             # The mistake may be that there is none.
             texts = mistake.code, mistake.instead_of
             is_there = any("State(" in x and _WORDS[of_state["which"]] in x for x in texts)
+            # Or a spec that states share.
+            is_there |= of_state["which"] == "spec" and _is_shared_spec(mistake)
             found.append(line if is_there else 0)
     return found
+
+
+def _is_shared_spec(mistake: Mistake) -> bool:
+    return (
+        mistake.kind == "wrong spec"
+        and "State(" not in mistake.code
+        and "_specs" not in mistake.code
+    )
 
 
 def cause(report: str) -> set[int]:

@@ -19,6 +19,7 @@ import statemesh as sm
 from statemesh.testing import Located, assert_equivalent, locate
 from statemesh.testing._locate import _compare, _locate
 from statemesh.testing._locate._locate import located_or_why
+from statemesh.testing._locate._suspects import is_first
 from statemesh.testing._program._stacked import MappedAxes
 from tests.helpers import make_mesh, slow
 
@@ -690,19 +691,35 @@ def test_a_state_with_another_policy_than_it_should_have(
     assert second.line == line_with({"max": "counts", "sum": "averages"}[policy])
 
 
-def test_a_state_without_the_policy_that_it_should_have() -> None:
+@pytest.mark.parametrize("mesh", [MESH, GRID])
+def test_a_state_without_the_policy_that_it_should_have(mesh: Any) -> None:
     """The line that writes it may be to blame as well, and is likelier."""
 
     def step(seen: Any, x: Any) -> Any:
         return x, seen.set(seen.value + x.sum(0))  # counts, without a policy
 
-    found = located(
-        step, sm.State(jnp.asarray(X[0])), X, in_specs=(None, ROWS), out_specs=(ROWS, P())
-    )
+    specs = {"in_specs": (None, ROWS), "out_specs": (ROWS, P())}
+    found = located(step, sm.State(jnp.asarray(X[0])), X, mesh=mesh, **specs)
     first, second = found.places[:2]
     assert first.line == line_with("counts, without a policy")
     text = "the write policy of step(...)[1]: reduce=None, where 'sum' puts all results right"
     assert second.source == text
+
+
+def test_states_of_one_policy_that_should_differ_along_other_axes() -> None:
+    """They are reduced together, each along its own axes."""
+
+    def step(few: Any, many: Any, x: Any) -> Any:
+        shard = lax.axis_index("data")  # among other units
+        own = x.reshape(lax.axis_size("model"), -1, 3)[shard]
+        few = few.set(few.value + (own > 0).sum())
+        return few, many.set(many.value + (x > 0).sum()), own
+
+    states = sm.State(0, reduce="sum"), sm.State(0, reduce="sum")
+    specs = {"in_specs": (None, None, ROWS), "out_specs": (P(), P(), P(("data", "model")))}
+    found = located(step, *states, X, mesh=GRID, **specs)
+    assert found.places[0].line == line_with("among other units")
+    assert found.cause is not None and found.cause.startswith("with jax.lax.axis_index('model')")
 
 
 def own_positions(at: Any, rows: int, mistake: str) -> Any:
@@ -1059,6 +1076,18 @@ def sums_averaged(x: Any) -> Any:
     return x - total / 8
 
 
+def along_one_of_two(x: Any) -> Any:
+    own = (x * x).sum(0)
+    total = {"squares": lax.psum(own, "model")}  # along one axis of two
+    return x, total
+
+
+def by_the_norm(x: Any) -> Any:
+    squares = [(y**2).sum() for y in (x, jnp.tanh(x))]
+    norm = jnp.sqrt(squares[0] + squares[1] + 1)  # of own squares
+    return x / norm
+
+
 # These give the same on all shards.
 OF_ALL_SHARDS = {
     in_its_own_dtype,
@@ -1093,11 +1122,34 @@ OF_ALL_SHARDS = {
         (last_of_all, "the last"),
         (in_blocks, "by the shards"),
         (sums_averaged, "a mean of sums"),
+        (by_the_norm, "of own squares"),
     ],
 )
 def test_the_line_that_comes_first(fun: Any, text: str) -> None:
     out = P() if fun in OF_ALL_SHARDS else ROWS
     assert located(fun, out_specs=out).places[0].line == line_with(text)
+
+
+def test_a_reduction_along_one_axis_of_two() -> None:
+    rows = P(("data", "model"))
+    found = located(along_one_of_two, in_specs=rows, out_specs=(rows, P()), mesh=GRID)
+    assert found.places[0].line == line_with("along one axis of two")
+
+
+def test_what_rounding_decides_is_no_first_wrong_value() -> None:
+    def compared(x: Any) -> Any:
+        # Of eight rows the two sums round differently, of two rows they do not.
+        total, again = lax.psum((x.sum(0), x[::-1].sum(0)), "data")
+        return total > again
+
+    mapped = on_mesh(compared, out_specs=P())
+    x = np.random.default_rng(1).normal(size=(8, 40))
+    _, traces = _compare.both_traced(mapped, mapped.unsharded, ((x.astype("float32"),), {}))
+    with jax.enable_x64(True):
+        comparison = _compare.compare_traced(traces, jnp.asarray(x), wide=True)
+        (node,) = (node for node in comparison.mesh.nodes if node.name == "gt")
+        assert comparison.is_unrelated(node.results[0])
+        assert not is_first(comparison, node)
 
 
 def test_what_goes_on_from_round_to_round() -> None:

@@ -19,7 +19,7 @@ from ._compare import Comparison, right_values
 from ._evaluate import on_all_shards
 from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards, same_as
-from ._suspects import REDUCTIONS, Suspect, is_wrong_before
+from ._suspects import COMPARISONS, REDUCTIONS, Suspect, is_first, is_wrong_before
 
 
 # Offsets are tried for so many lengths of arrays.
@@ -32,7 +32,6 @@ _SUMS = ("psum", "psum_invariant")
 # How far a value moves between shards, with the words for it.
 _SHIFTS = {1: "a move to the next shard", -1: "a move to the shard before", 0: "no move"}
 _LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +59,18 @@ class Trial:
 
 def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     """Values that a line makes, reduced over a mesh axis or multiplied by its size."""
-    values = suspect.values
+    yield from _reductions_of(comparison, suspect, suspect.values)
+    if suspect.evidence == "first" and not suspect.transposed:
+        # The parts of a sum to which the line itself adds what is whole.
+        here = {x for node in suspect.nodes for x in node.results}
+        first = [node for node in suspect.nodes if is_first(comparison, node)]
+        inner = {x for node in first for x in node.operands if x in here}
+        yield from _reductions_of(comparison, suspect, sorted(inner))
+
+
+def _reductions_of(
+    comparison: Comparison, suspect: Suspect, values: Sequence[int]
+) -> Iterator[Trial]:
     if not values or not all(map(comparison.differs, values)):
         return
     arrays, scope = {x: comparison.got(x) for x in values}, comparison.scopes[values[0]]
@@ -78,10 +88,14 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         ]
         # What a line after it reduces along the same axis is not what lacks a reduction.
         of_reduction = cost + 0.5 * all(_is_reduced(comparison, x, name) for x in arrays)
+        # One reduction that is missing is likelier than several.
+        of_reduction += 0.25 * (len(arrays) > 1)
         for collective, reduce in _REDUCTIONS.items() if not any(equal) else ():
             changes = {x: reduced_by(x, reduce, at) for x in arrays}
             words = f"with jax.lax.{collective}(..., {name!r})"
-            yield Trial(suspect, changes, of_reduction, words, True)
+            # Who reduces along other axes has forgotten this one, unless other calls of the line are right.
+            is_forgotten = _has_reduction(suspect, collective) and _is_all(comparison, suspect)
+            yield Trial(suspect, changes, of_reduction - 0.25 * is_forgotten, words, True)
         if not any(equal):
             changes = {x: reduced_by(x, _last, at) for x in arrays}
             words = f"with what the last shard along {name!r} has"
@@ -93,6 +107,18 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             # A sum in the place of a mean is likelier than a factor that is missing.
             of_factor = cost + 0.5 * is_added
             yield Trial(suspect, changes, of_factor, words, is_added, is_factor=True)
+
+
+def _has_reduction(suspect: Suspect, collective: str) -> bool:
+    """Whether a line reduces by this collective; a mean is a sum with a factor."""
+    name = "psum" if collective == "pmean" else collective
+    return any(node.name.startswith(name) for node in suspect.nodes)
+
+
+def _is_all(comparison: Comparison, suspect: Suspect) -> bool:
+    """Whether all calls of a line lead to a wrong result."""
+    wrong = {node.callers for node in suspect.nodes}
+    return all(node.callers in wrong for node in comparison.mesh.nodes if node.line == suspect.line)
 
 
 def _is_reduced(comparison: Comparison, value: int, name: Hashable) -> bool:
@@ -262,7 +288,7 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
         aval: Any = nodes[0].eqn.invars[k].aval
         operands = {node.operands[k] for node in nodes}
         readers = [x for x in comparison.mesh.nodes if not operands.isdisjoint(x.operands)]
-        is_compared = operand in constants and nodes[0].name in _COMPARISONS and not aval.shape
+        is_compared = operand in constants and nodes[0].name in COMPARISONS and not aval.shape
         is_given = operand not in {*constants, *results_here, *comparison.indices}
         if not jnp.issubdtype(aval.dtype, jnp.integer) or any(x.scope != scope for x in readers):
             continue

@@ -38,19 +38,26 @@ def mending(
     """
     comparison = reruns.comparison
     calls = [call for suspect in suspects for call in of_single_calls(suspect)]
+    # Reductions are few. Of all else as many are tried as there is time for.
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
+    more: list[Trial] = []
     if others is not None:
-        trials += itertools.chain(unreduced(comparison), at_hand(comparison))
+        more += itertools.chain(unreduced(comparison), at_hand(comparison))
         for suspect in (*suspects, *others):
-            trials += simple_changes(comparison, suspect)
-        trials += of_rounds(comparison)
+            more += simple_changes(comparison, suspect)
+        more += of_rounds(comparison)
     good, most = [], reruns.nodes_run + MOST_NODES
-    for trial in sorted(trials, key=lambda x: x.cost):
+    for trial in (*trials, *sorted(more, key=_cost)):
         if reruns.nodes_run > most:
             break
         if reruns.mends(trial.changes):
             good.append(trial)
+    good.sort(key=_cost)
     return [trial for trial in good if trial.is_fixed or are_confirmed(trial.changes, again)]
+
+
+def _cost(trial: Trial) -> float:
+    return trial.cost
 
 
 def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> str | None:

@@ -42,6 +42,7 @@ from ._located import (
 from ._reruns import Again, Outcome, Reruns
 from ._specs import of_lengths, of_other_axes, of_other_policies
 from ._suspects import (
+    REDUCTIONS,
     Evidence,
     Suspect,
     call_to_blame,
@@ -307,19 +308,16 @@ def places(
     )
     changed = [suspect for suspect in lines if suspect.evidence != "derivative"]
     trials = mending(reruns, changed, None if is_sure else others(comparison, suspects), again)
-    # The cost of an intervention, the position of its line in the program, and the line.
+    # The cost of an intervention, the position of its line in the program, and the line. Lines that lead to
+    # no wrong result come last.
     positions = {suspect: position for position, suspect in enumerate(suspects)}
-    interventions: list[tuple[float, int, Suspect]] = []
+    interventions = [(x.cost, positions.get(x.suspect, len(suspects)), x.suspect) for x in trials]
     for x in lines:
         evidence = _COST_OF_EVIDENCE[x.evidence] + _COST_OF_DERIVATIVE * x.transposed
-        cost = evidence + _COST_OF_OUTCOME[outcomes[x]]
-        interventions.append((cost, positions[x], x))
+        interventions.append((evidence + _COST_OF_OUTCOME[outcomes[x]], positions[x], x))
+    for cost, position, x in [*interventions]:
         if x.evidence in _UNDECIDED and (other := of_the_others(comparison, x)):
-            interventions.append((cost - _BEFORE, positions[x], other))
-    if not is_sure:
-        # Lines that lead to no wrong result come last.
-        last = len(suspects)
-        interventions += [(x.cost, positions.get(x.suspect, last), x.suspect) for x in trials]
+            interventions.append((cost - _BEFORE, position, other))
     by_line: dict[SourceLine | None, Suspect] = {}
     ordered = sorted(interventions, key=lambda intervention: intervention[:2])
     for *_, suspect in ordered:
@@ -378,8 +376,10 @@ def _places_at(
     is_partial = suspect.evidence == "related" and not is_own
     call = call_to_blame(comparison, suspect) if is_partial else None
     handed_on = _handed_on(comparison, suspect, line) if call is None else uses_of(call)[:1]
-    # Who gives a value another name, or returns it by its name, had something else to do with it.
-    renamed = [x for x in handed_on if renames(call or line, x)]
+    # Who gives a value another name, or returns it by its name, had something else to do with it, unless the
+    # line itself reduces it along some axes.
+    reduces = any(node.name.startswith(REDUCTIONS) for node in suspect.nodes)
+    renamed = [x for x in handed_on if renames(call or line, x) and not reduces]
     others = [x for x in handed_on if x not in renamed]
     if call is None:
         return [*at(renamed), place, *at(others)]

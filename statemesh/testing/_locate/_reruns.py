@@ -25,7 +25,7 @@ from ._suspects import OF_ORDER, REDUCTIONS, Suspect, is_first, is_wrong_before
 
 
 # So many nodes run again for right values, for simple changes, for specs, and for policies, each.
-MOST_NODES = 20_000
+MOST_NODES = 30_000
 
 # What gives a value, with all mesh axes in front.
 Read: TypeAlias = Callable[[int], Numbers]
@@ -165,7 +165,8 @@ class _Rerun:
         other = self._other_node(node.results[0])
         if other or not is_kept or not self._new.keys().isdisjoint(node.operands):
             self._around.nodes_run += 1
-            self._comparison.evaluators[0].run_node(self._by_policy(other or node), self._values)
+            results = self._results(other or node)
+            self._new.update(zip(node.results, results, strict=True))
         for x in node.results:
             self._change(x)
 
@@ -173,16 +174,29 @@ class _Rerun:
         change = self._changes.get(value)
         return change if isinstance(change, Node) else None
 
-    def _by_policy(self, node: Node) -> Node:
-        """A write policy reduces over the axes along which a state may differ; in a rerun over other ones."""
+    def _results(self, node: Node) -> list[Stacked]:
+        """The results of a node. Those of a write policy come of the axes along which states differ now."""
+        evaluator, makers = self._comparison.evaluators[0], self._comparison.maker
         if node.line is not None or node.is_own or not node.name.startswith(REDUCTIONS):
+            return evaluator.results(node, [self._values[x] for x in node.operands])
+        # States of one policy go as one array, though they may differ along other axes now.
+        (x,) = node.operands
+        together = makers.get(x)
+        if together is None or together.is_own or together.name != "concatenate":
+            return evaluator.results(self._by_policy(node, x), [self._values[x]])
+        parts = [
+            evaluator.results(self._by_policy(node, y), [self._values[y]])[0]
+            for y in together.operands
+        ]
+        return evaluator.results(together, parts)
+
+    def _by_policy(self, node: Node, value: int) -> Node:
+        """The reduction of a write policy, over the axes along which a value differs now."""
+        before, after = self._comparison.values.get(value), self._values[value].axes
+        if before is None or before.axes == after:
             return node
-        (x,), before = node.operands, self._comparison.values
-        if x not in before or before[x].axes == self._values[x].axes:
-            return node
-        after = self._values[x].axes
         kept = [name for name in names_of(node.eqn) if name in after]
-        names = (*kept, *(name for name in after if name not in before[x].axes))
+        names = (*kept, *(name for name in after if name not in before.axes))
         eqn: Any = node.eqn
         return dataclasses.replace(node, eqn=eqn.replace(params={**eqn.params, "axes": names}))
 

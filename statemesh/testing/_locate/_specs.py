@@ -265,9 +265,9 @@ def _with_other_policies(
         return
     scope, shape = comparison.scopes[written], comparison.got(written).shape
     old = [x for x in old if on_all_shards(comparison.values[x], scope).shape == shape]
-    # Without a reduction each shard has written what it had.
-    split = [*names_of_spec(join.spec)]
-    reduced_over = names_of(node.eqn) if node else [x for x in scope.sizes if x not in split]
+    # Without a reduction each shard has written what it had. A policy reduces where it may differ.
+    split, differs_over = [*names_of_spec(join.spec)], comparison.values[written].axes
+    reduced_over = names_of(node.eqn) if node else [x for x in differs_over if x not in split]
     axes = tuple([*scope.sizes].index(name) for name in reduced_over)
     reduced = {policy: reduced_by(written, f, axes) for policy, f in _POLICIES.items()}
     if len(old) == 1:

@@ -3,12 +3,13 @@
 import collections
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from .._program._lines import SourceLine, line_of_gradient
+from .._program._numbers import is_inexact
 from ._compare import Comparison, right_values
 from ._graph import Node, needed
 
@@ -24,6 +25,7 @@ _OF_A_PART = (
     *("slice", "dynamic_slice", "concatenate", "pad", "rev", "gather"),
 )
 
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 # These reduce over shards; in checked programs they have longer names.
 REDUCTIONS = ("psum", "pmax", "pmin")
 
@@ -251,6 +253,10 @@ def of_the_others(comparison: Comparison, suspect: Suspect) -> Suspect | None:
 def is_first(comparison: Comparison, node: Node) -> bool:
     """Whether a node makes something unrelated of what is related."""
     makes = any(map(comparison.is_unrelated, node.results))
+    if node.name in COMPARISONS and all(map(comparison.is_plain, node.operands)):
+        # Of floats that are those of one device, rounding alone makes another truth.
+        avals: list[Any] = [var.aval for var in node.eqn.invars]
+        return makes and not any(is_inexact(aval.dtype) for aval in avals)
     return makes and not any(map(comparison.is_unrelated, node.operands))
 
 
