@@ -1,7 +1,4 @@
-"""Training of a diffusion model: rows are split over one axis of the mesh, hidden units over the other.
-
-Held out: the ranking of lines is not fitted on this model.
-"""
+"""Training of a diffusion model: rows are split over one axis of the mesh, hidden units over the other."""
 
 from typing import Any, NamedTuple
 

@@ -1136,6 +1136,20 @@ def test_a_reduction_along_one_axis_of_two() -> None:
     assert found.places[0].line == line_with("along one axis of two")
 
 
+def test_gradients_that_nothing_makes_whole() -> None:
+    def loss(w: Any, b: Any, x: Any) -> Any:
+        return (jnp.tanh(x @ w) ** 2).sum() + (jnp.tanh(x[:, 0] * b) ** 2).sum()
+
+    def step(w: Any, b: Any, x: Any) -> Any:
+        grads = jax.grad(loss, (0, 1))(w, b, x)
+        norm = jnp.sqrt((grads[0] ** 2).sum() + grads[1] ** 2)  # reads both of them
+        return w - grads[0] / norm, b - grads[1] / norm
+
+    specs = {"in_specs": (P(), P(), ROWS), "out_specs": (P(), P())}
+    found = located(step, jnp.asarray(X[0]), jnp.asarray(0.5), X, **specs)
+    assert found.places[0].line == line_with("reads both of them")
+
+
 def test_what_rounding_decides_is_no_first_wrong_value() -> None:
     def compared(x: Any) -> Any:
         # Of eight rows the two sums round differently, of two rows they do not.

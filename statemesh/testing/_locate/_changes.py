@@ -331,6 +331,39 @@ def _constants_of(comparison: Comparison, nodes: Sequence[Node]) -> dict[int, in
     return found
 
 
+def of_gradients(comparison: Comparison, suspects: Sequence[Suspect]) -> Iterator[Trial]:
+    """The lines that first read gradients which are parts of a sum or mean over shards, with what they lack.
+
+    What makes gradients whole often runs on all of them in one line. Where that line is missing, only those
+    that read them are left.
+    """
+    later = [node for node in comparison.mesh.nodes if not node.transposed and node.line]
+    read_later = {x for node in later for x in node.operands}
+    of_derivatives = {x for suspect in suspects if suspect.transposed for x in suspect.values}
+    gradients = sorted(of_derivatives & read_later)
+    lacking = [_lacking(comparison, x) for x in gradients]
+    for name in set.intersection(*map(set, lacking)) if len(gradients) > 1 else ():
+        kinds = {of_each[name] for of_each in lacking}
+        words = f"with jax.lax.{kinds.pop()}(..., {name!r})" if len(kinds) == 1 else ""
+        changes = {
+            x: reduced_by(x, _REDUCTIONS[of_each[name]], [*comparison.scopes[x].sizes].index(name))
+            for x, of_each in zip(gradients, lacking, strict=True)
+        }
+        reading = [node for node in later if not changes.keys().isdisjoint(node.operands)]
+        by_line = {node.line: node for node in reversed(reading)}
+        for cost, line in enumerate([*reversed(by_line)][:2]):
+            suspect = Suspect(line, False, [by_line[line]], gradients, "other")
+            yield Trial(suspect, changes, cost, words, is_added=True)
+
+
+def _lacking(comparison: Comparison, value: int) -> dict[str, str]:
+    """For the mesh axes along which a value is a part of a sum or mean, what reduces it."""
+    known = comparison.relations[value]
+    if known is None or known.factor != 1 or not comparison.is_number(value):
+        return {}
+    return {name: f"p{kind}" for name, kind, _ in known.kinds if kind in ("sum", "mean")}
+
+
 def at_hand(comparison: Comparison) -> Iterator[Trial]:
     """Lines that read what a shard has, with what an earlier line has made of it together with the others."""
     nodes = comparison.mesh.nodes
