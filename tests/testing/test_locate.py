@@ -1150,6 +1150,90 @@ def test_gradients_that_nothing_makes_whole() -> None:
     assert found.places[0].line == line_with("reads both of them")
 
 
+def around_the_ring(x: Any, *, stays: bool = False) -> Any:
+    """What each row gets from all others; what acts on the visitors goes on with them."""
+    n = lax.axis_size("data")
+    ahead = [(k, (k + 1) % n) for k in range(n)]
+    own = reaction = jnp.zeros_like(x)
+    visitor = x
+    for _ in range(n):
+        push = jnp.tanh(x[:, None] - visitor)
+        own, reaction = own + push.sum(1), reaction - (push**2).sum(0)
+        if stays:
+            visitor = lax.ppermute(visitor, "data", ahead)  # without the reaction
+        else:
+            visitor, reaction = lax.ppermute((visitor, reaction), "data", ahead)
+    return own + reaction
+
+
+def shifted_sums(x: Any, *, mistake: bool = False) -> Any:
+    """What a row gets from the row before it, and gives to it."""
+    n = lax.axis_size("data")
+    if mistake:
+        before = x[-1:]  # its own last row
+    else:
+        before = lax.ppermute(x[-1:], "data", [(k, (k + 1) % n) for k in range(n)])
+    return jnp.sin(x - jnp.concatenate([before, x[:-1]]))
+
+
+@pytest.mark.parametrize(
+    ("forces", "text"),
+    [
+        (functools.partial(around_the_ring, stays=True), "without the reaction"),
+        (functools.partial(shifted_sums, mistake=True), "its own last row"),
+    ],
+)
+def test_a_function_that_runs_before_a_loop_and_in_it(forces: Any, text: str) -> None:
+    """A line that is put right before the loop is right inside too."""
+
+    def steps(x: Any) -> Any:
+        def once(carry: Any, _: Any) -> Any:
+            x, old = carry
+            x = x + old / 8
+            return (x, forces(x)), None
+
+        (x, _), _ = lax.scan(once, (x, forces(x)), None, length=2)
+        return x
+
+    assert located(steps).places[0].line == line_with(text)
+
+
+def test_a_summand_that_is_not_summed_over_shards() -> None:
+    """The pairs that a shard has are no part of anything that one device has."""
+
+    def forces(x: Any) -> Any:
+        n, me = lax.axis_size("data"), lax.axis_index("data")
+        ahead = [(k, (k + 1) % n) for k in range(n)]
+        own = reaction = jnp.zeros_like(x)
+        number = numbers = me * len(x) + jnp.arange(len(x))
+        visitor = x
+        for _ in range(n):
+            dealt = (number[:, None] + numbers) % lax.axis_size("model")
+            mine = (dealt == lax.axis_index("model"))[..., None]
+            push = jnp.where(mine, jnp.tanh(x[:, None] - visitor), 0)
+            own, reaction = own + push.sum(1), reaction - (push**2).sum(0)
+            visitor, reaction, numbers = lax.ppermute((visitor, reaction, numbers), "data", ahead)
+        return lax.psum(own, "model") + reaction  # one of both
+
+    found = located(forces, mesh=GRID)
+    assert found.places[0].line == line_with("one of both")
+
+
+def test_a_state_that_does_not_differ_where_a_line_is_right() -> None:
+    """Its policy then reduces over one axis less."""
+
+    def step(seen: Any, x: Any) -> Any:
+        mean = x.mean()
+        shifted = lax.pmean(x.mean(1), "model") - lax.pmean(mean, "data")  # of own columns
+        tenths = jnp.floor(shifted * 10).astype("int32")
+        return seen.set(seen.value + tenths.sum()), x
+
+    seen = sm.State(0, reduce="sum")
+    specs = {"in_specs": (None, P("data", "model")), "out_specs": (P(), P("data", "model"))}
+    found = located(step, seen, X[:, :2], mesh=GRID, **specs)
+    assert found.places[0].line == line_with("of own columns")
+
+
 def test_what_rounding_decides_is_no_first_wrong_value() -> None:
     def compared(x: Any) -> Any:
         # Of eight rows the two sums round differently, of two rows they do not.

@@ -188,6 +188,7 @@ def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         for make in _OF_COLLECTIVES.get(first.name, _OF_OTHERS):
             for cost, changes, text in make(comparison, suspect, nodes):
                 yield Trial(suspect, changes, cost, text)
+    yield from _added_apart(comparison, suspect)
     yield from _counts(comparison, suspect)
     yield from _positions(comparison, suspect)
 
@@ -290,7 +291,10 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
         readers = [x for x in comparison.mesh.nodes if not operands.isdisjoint(x.operands)]
         is_compared = operand in constants and nodes[0].name in COMPARISONS and not aval.shape
         is_given = operand not in {*constants, *results_here, *comparison.indices}
-        if not jnp.issubdtype(aval.dtype, jnp.integer) or any(x.scope != scope for x in readers):
+        # A line may add a number to an array, and then one to a number.
+        is_alike = {str(node.eqn.invars[k].aval) for node in nodes} == {str(aval)}
+        is_whole = jnp.issubdtype(aval.dtype, jnp.integer)
+        if not is_whole or not is_alike or any(x.scope != scope for x in readers):
             continue
         for name, length, offset in _offsets(comparison, scope, len(aval.shape)):
             if is_compared:
@@ -301,6 +305,26 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
                 if any(node.kind == "join" for node in readers):
                     # It may leave as it is, and be read in another form.
                     yield 1, _read_as(comparison, readers, operands, -offset), ""
+
+
+def _added_apart(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """What a line adds to a sum over shards, summed too."""
+    nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
+    for node in nodes:
+        sizes = [*node.scope.sizes]
+        if node.name not in _SUMS or not {*names_of(node.eqn)} <= {*sizes}:
+            continue
+        at = tuple(map(sizes.index, names_of(node.eqn)))
+        for reader in nodes:
+            if reader.name in ("add", "sub") and node.results[0] in reader.operands and at:
+                summed = functools.partial(_with_sums, reader, node.results[0], at)
+                yield Trial(suspect, {reader.results[0]: Change(summed, node.scope)}, 0)
+
+
+def _with_sums(node: Node, total: int, at: tuple[int, ...], read: Read) -> Numbers:
+    """A sum or difference of what all shards have together; one operand, `total`, is that already."""
+    a, b = (read(x) if x == total else read(x).sum(at, keepdims=True) for x in node.operands)
+    return a + b if node.name == "add" else a - b
 
 
 def _counts(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:

@@ -140,6 +140,12 @@ class Comparison:
             relation(value, want, self.scope, 0.0, self._unit(value)), value.x.dtype
         )
 
+    def is_plain_as(self, value: int, other: Stacked) -> bool:
+        """Whether shards have the numbers of one device where they have another value in a value's place."""
+        unit = self._unit(other)
+        known = relation(other, self.wants[value], self.scopes[value], 0.0, unit)
+        return known is not None and known.is_plain
+
     def _has_unequal_copies(self, node: Node, value: Stacked) -> bool:
         """Whether shards have different values of what is joined, of which a device keeps its own copy."""
         if node.kind != "join":

@@ -7,6 +7,7 @@ or they become what a simple change of the line would make. Only the nodes after
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._program._jaxprs import names_of
+from .._program._jaxprs import names_of, nested_equations
+from .._program._lines import SourceLine, lines_of, loops_around
 from .._program._numbers import is_key, numbers
 from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
@@ -90,6 +92,34 @@ class Reruns:
         for k in sorted(reached, key=lambda k: (k not in self._broken, len(self._needed[k]))):
             yield k, run.is_right(k, self._needed[k])
 
+    @functools.cached_property
+    def _loops(self) -> Mapping[SourceLine, Mapping[Node, Changes]]:
+        """For lines the loops in which they run too that get something wrong, with what those should give."""
+        comparison, found = self.comparison, dict[SourceLine, dict[Node, Changes]]()
+        for loop in comparison.operands:
+            wrong = list(filter(comparison.differs, loop.results))
+            right = [next(right_values(comparison, x), None) for x in wrong]
+            known = {x: constant(y) for x, y in zip(wrong, right, strict=True) if y is not None}
+            if any(map(comparison.is_unrelated, loop.operands)) and len(known) == len(wrong):
+                inside = {x for eqn in nested_equations(loop.eqn) for x in lines_of(eqn)}
+                for line in inside.union(*map(loops_around, inside)):
+                    found.setdefault(line, {})[loop] = known
+        return found
+
+    def everywhere(self, line: SourceLine | None, changes: Changes) -> Changes | None:
+        """Changes at a line, with the right results of loops in which it runs too.
+
+        **Returns:** `None` where the changes do not put right what the loops get.
+        """
+        loops = self._loops.get(line, {}) if line else {}
+        unrelated, known = self.comparison.is_unrelated, self.comparison.wants
+        run = _Rerun(self, changes)
+        for loop in loops:
+            given = [x for x in loop.operands if unrelated(x) and x in known]
+            if not given or not all(map(run.is_put_right, given)):
+                return None
+        return dict(collections.ChainMap({**changes}, *map(dict, loops.values())))
+
     def mends(self, changes: ChangesOrNodes) -> bool:
         """Whether a change puts all results right."""
         if any(self._sources[k].isdisjoint(changes) for k in self._broken):
@@ -107,7 +137,8 @@ class Reruns:
         outcome: Outcome = "none"
         for k in range(max(map(len, choices))):
             chosen = [choice[min(k, len(choice) - 1)] for choice in choices]
-            right = dict(self.judged(dict(zip(values, map(constant, chosen), strict=True))))
+            changes = dict(zip(values, map(constant, chosen), strict=True))
+            right = dict(self.judged(self.everywhere(suspect.line, changes) or changes))
             if self._broken <= right.keys() and all(right.values()):
                 return "all"
             if any(right[number] for number in self._broken & right.keys()):
@@ -133,8 +164,7 @@ class Reruns:
     def both(self, value: int, change: Change) -> tuple[Numbers, Numbers]:
         """A value, and what becomes of it."""
         run = _Rerun(self, {})
-        for node in needed(self.comparison.mesh.nodes, [value]):
-            run.compute(node)
+        run.compute_all(needed(self.comparison.mesh.nodes, [value]))
         read = run.reader(change.scope or self.comparison.scopes[value])
         return read(value), change.made(read)
 
@@ -153,12 +183,21 @@ class _Rerun:
 
     def is_right(self, number: int, nodes: Sequence[Node]) -> bool:
         """Whether a result is right, which needs these nodes. One whose copies differ is not."""
+        self.compute_all(nodes)
+        end = self._comparison.mesh.results[number]
+        return self._comparison.is_right(number, self._values, self._other_node(end))
+
+    def is_put_right(self, value: int) -> bool:
+        """Whether a value is the one that shards should have now."""
+        self.compute_all(needed(self._comparison.mesh.nodes, [value]))
+        return self._comparison.is_plain_as(value, self._values[value])
+
+    def compute_all(self, nodes: Sequence[Node]) -> None:
+        """Compute each node once: a change reads what it changes."""
         for node in nodes:
             if node not in self._done:
                 self._done.add(node)
                 self.compute(node)
-        end = self._comparison.mesh.results[number]
-        return self._comparison.is_right(number, self._values, self._other_node(end))
 
     def compute(self, node: Node) -> None:
         is_kept = all(x in self._comparison.values for x in node.results)
@@ -218,16 +257,13 @@ class _Rerun:
             return
         with np.errstate(all="ignore"):
             new = np.asarray(made).astype(old.x.dtype)
-        self._new[x] = _narrowed(Stacked(new, tuple(scope.sizes)), old)
+        self._new[x] = _narrowed(Stacked(new, tuple(scope.sizes)))
 
 
-def _narrowed(value: Stacked, old: Stacked) -> Stacked:
-    """Without the mesh axes that the value did not have, where copies are equal.
-
-    What is compiled for these mesh axes then runs again.
-    """
+def _narrowed(value: Stacked) -> Stacked:
+    """Without the mesh axes along which copies are equal: a write policy does not reduce over these."""
     x, axes = value.x, list(value.axes)
-    for name in [name for name in axes if name not in old.axes]:
+    for name in value.axes:
         at = axes.index(name)
         first = x.take([0], at)
         if np.array_equal(np.broadcast_to(first, x.shape), x, equal_nan=x.dtype.kind in "fc"):

@@ -177,16 +177,28 @@ class _NextRound:
         return self._next(x, read, known)
 
 
+def _rows(loop: _Loop) -> Iterator[list[Node]]:
+    """The nodes that are in the same place of each round."""
+    for first in loop.rounds[0]:
+        row = [first]
+        while row[-1].results[0] in loop.later:
+            row.append(loop.makers[loop.later[row[-1].results[0]]])
+        if len(row) == len(loop.rounds):
+            yield row
+
+
+def _rolled(value: int, shift: int, at: int, read: Read) -> Numbers:
+    return np.roll(read(value), shift, at)
+
+
 # Values that are the same in all rounds
 
 
 def _of_values_that_go_on(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
     """What a line made in the round before, in the place of what comes in from outside in each round."""
-    for first in loop.rounds[0]:
-        row = [first]
-        while row[-1].results[0] in loop.later:
-            row.append(loop.makers[loop.later[row[-1].results[0]]])
-        for k, x in enumerate(first.operands if len(row) == len(loop.rounds) else ()):
+    for row in _rows(loop):
+        first = row[0]
+        for k, x in enumerate(first.operands):
             is_alike = str(first.eqn.invars[k].aval) == str(first.eqn.outvars[0].aval)
             stays = all(node.operands[k : k + 1] == (x,) for node in row)
             if is_alike and stays and x not in loop.makers and comparison.is_number(x):
@@ -212,6 +224,17 @@ def _of_values_that_move(comparison: Comparison, loop: _Loop) -> Iterator[Trial]
     if not moves or len(names := names_of(moves[0].eqn)) != 1:
         return
     at = [*moves[0].scope.sizes].index(names[0])
+    for row in _rows(loop):
+        # What each round adds to stays behind, as if it belonged to the shard.
+        if all(x.results[0] in y.operands for x, y in itertools.pairwise(row)):
+            for shift in (1, -1):
+                moved = {
+                    x: Change(functools.partial(_rolled, x, shift, at), node.scope)
+                    for node in row
+                    for x in node.results
+                    if comparison.is_number(x)
+                }
+                yield Trial(Suspect(moves[0].line, False, moves, [], "other"), moved, 0)
     # The nodes that read such a value, with the numbers of their rounds: for the first result of the first
     # of them, and the value.
     reading: dict[tuple[int, int], list[tuple[int, Node]]] = {}

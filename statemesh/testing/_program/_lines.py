@@ -39,15 +39,16 @@ class SourceLine:
 
 def line_of(eqn: Equation) -> SourceLine | None:
     """The innermost line of the user's among the calls that made an equation."""
-    return next(_lines(eqn), None)
+    return next(lines_of(eqn), None)
 
 
 def callers_of(eqn: Equation) -> tuple[SourceLine, ...]:
     """The lines of the user's around that line, the innermost first."""
-    return tuple(_lines(eqn))[1:]
+    return tuple(lines_of(eqn))[1:]
 
 
-def _lines(eqn: Equation) -> Iterator[SourceLine]:
+def lines_of(eqn: Equation) -> Iterator[SourceLine]:
+    """The lines of the user's among the calls that made an equation, the innermost first."""
     for frame in _frames(eqn):
         if not is_library(frame.file_name):
             yield SourceLine(frame.file_name, frame.line_num)
