@@ -691,6 +691,19 @@ def test_a_state_with_another_policy_than_it_should_have(
     assert second.line == line_with({"max": "counts", "sum": "averages"}[policy])
 
 
+def test_one_of_two_states_has_another_policy_than_it_should_have() -> None:
+    def step(seen: Any, x: Any) -> Any:
+        total, highest = seen
+        highest = highest.set(jnp.maximum(highest.value, x.max(0)))
+        return x, (total.set(total.value + x.sum(0)), highest)
+
+    states = sm.State(jnp.zeros(3), reduce="sum"), sm.State(jnp.full(3, -9.0), reduce="sum")
+    found = located(step, states, X, in_specs=(None, ROWS), out_specs=(ROWS, P()))
+    assert found.places[0].source == (
+        "the write policy of step(...)[1][1]: reduce='sum', where 'max' puts all results right"
+    )
+
+
 @pytest.mark.parametrize("mesh", [MESH, GRID])
 def test_a_state_without_the_policy_that_it_should_have(mesh: Any) -> None:
     """The line that writes it may be to blame as well, and is likelier."""
@@ -1166,21 +1179,11 @@ def around_the_ring(x: Any, *, stays: bool = False) -> Any:
     return own + reaction
 
 
-def shifted_sums(x: Any, *, mistake: bool = False) -> Any:
-    """What a row gets from the row before it, and gives to it."""
-    n = lax.axis_size("data")
-    if mistake:
-        before = x[-1:]  # its own last row
-    else:
-        before = lax.ppermute(x[-1:], "data", [(k, (k + 1) % n) for k in range(n)])
-    return jnp.sin(x - jnp.concatenate([before, x[:-1]]))
-
-
 @pytest.mark.parametrize(
     ("forces", "text"),
     [
         (functools.partial(around_the_ring, stays=True), "without the reaction"),
-        (functools.partial(shifted_sums, mistake=True), "its own last row"),
+        (functools.partial(smoothed, own_edge=True), "its own edge"),
     ],
 )
 def test_a_function_that_runs_before_a_loop_and_in_it(forces: Any, text: str) -> None:

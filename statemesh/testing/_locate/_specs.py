@@ -294,12 +294,19 @@ def _policy_of(comparison: Comparison, end: int) -> tuple[int | None, Node | Non
 
     There is none of the one or the other where nobody knows it.
     """
-    reductions, written, queue = dict[Node, None](), dict[int, None](), [end]
+    reductions, written = dict[Node, None](), dict[int, None]()
+    # States of one policy go as one array: which part of it a value is.
+    queue: list[tuple[int, int | None]] = [(end, None)]
     while queue:
-        x = queue.pop()
+        x, part = queue.pop()
         node = comparison.maker.get(x)
         if node is not None and node.line is None and node.kind == "run":
-            queue += node.operands
+            if node.name == "split":
+                part = node.results.index(x)
+            operands = node.operands
+            if node.name == "concatenate" and part is not None:
+                operands, part = (node.operands[part],), None
+            queue += [(operand, part) for operand in operands]
             if node.name.startswith(REDUCTIONS):
                 reductions[node] = None
         elif node is not None and node.line is not None:
