@@ -8,7 +8,7 @@ or they become what a simple change of the line would make. Only the nodes after
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -104,6 +104,18 @@ class Reruns:
                 inside = {x for eqn in nested_equations(loop.eqn) for x in lines_of(eqn)}
                 for line in inside.union(*map(loops_around, inside)):
                     found.setdefault(line, {})[loop] = known
+        return found
+
+    @functools.cached_property
+    def means(self) -> Collection[Node]:
+        """The reductions of write policies that a division by the number of shards makes a mean."""
+        makers, found = self.comparison.maker, set[Node]()
+        for node in self.comparison.mesh.nodes:
+            if node.name == "div" and node.line is None and not node.is_own:
+                maker = makers.get(node.operands[0])
+                while maker is not None and maker.name in ("split", "reshape"):
+                    maker = makers.get(maker.operands[0])
+                found.update([maker] if maker else [])
         return found
 
     def everywhere(self, line: SourceLine | None, changes: Changes) -> Changes | None:
@@ -234,7 +246,9 @@ class _Rerun:
         before, after = self._comparison.values.get(value), self._values[value].axes
         if before is None or before.axes == after:
             return node
-        kept = [name for name in names_of(node.eqn) if name in after]
+        # The mean of equal copies is what each of them is.
+        is_mean = node in self._around.means
+        kept = [name for name in names_of(node.eqn) if name in after or is_mean]
         names = (*kept, *(name for name in after if name not in before.axes))
         eqn: Any = node.eqn
         return dataclasses.replace(node, eqn=eqn.replace(params={**eqn.params, "axes": names}))
