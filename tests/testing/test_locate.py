@@ -674,6 +674,7 @@ def test_edges_in_another_order() -> None:
     [
         ("max", "sum", lambda old, x: old + x.sum(0)),  # counts
         ("sum", "mean", lambda old, x: 0.9 * old + x.mean(0)),  # averages
+        ("mean", "sum", lambda old, x: old + x.sum(0)),  # adds up
     ],
 )
 def test_a_state_with_another_policy_than_it_should_have(
@@ -688,7 +689,7 @@ def test_a_state_with_another_policy_than_it_should_have(
     assert first.source == (
         f"the write policy of step(...)[1]: reduce={policy!r}, where {right!r} puts all results right"
     )
-    assert second.line == line_with({"max": "counts", "sum": "averages"}[policy])
+    assert second.line == line_with({"max": "counts", "sum": "averages", "mean": "adds up"}[policy])
 
 
 def test_one_of_two_states_has_another_policy_than_it_should_have() -> None:
