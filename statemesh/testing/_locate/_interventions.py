@@ -38,15 +38,15 @@ def mending(
     """
     comparison = reruns.comparison
     calls = [call for suspect in suspects for call in of_single_calls(suspect)]
-    # Reductions are few. Of all else as many are tried as there is time for.
+    # Reductions and rounds are few. Of all else as many are tried as there is time for.
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
     trials += of_gradients(comparison, suspects)
     more: list[Trial] = []
     if others is not None:
+        trials += of_rounds(comparison)
         more += itertools.chain(unreduced(comparison), at_hand(comparison))
         for suspect in (*suspects, *others):
             more += simple_changes(comparison, suspect)
-        more += of_rounds(comparison)
     good, most = [], reruns.nodes_run + MOST_NODES
     for trial in (*trials, *sorted(more, key=_cost)):
         if reruns.nodes_run > most:

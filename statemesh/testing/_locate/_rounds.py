@@ -234,7 +234,7 @@ def _of_values_that_move(comparison: Comparison, loop: _Loop) -> Iterator[Trial]
                     for x in node.results
                     if comparison.is_number(x)
                 }
-                yield Trial(Suspect(moves[0].line, False, moves, [], "other"), moved, 0)
+                yield Trial(Suspect(moves[0].line, False, moves, [], "other"), moved, 1)
     # The nodes that read such a value, with the numbers of their rounds: for the first result of the first
     # of them, and the value.
     reading: dict[tuple[int, int], list[tuple[int, Node]]] = {}
