@@ -1223,6 +1223,17 @@ def test_a_summand_that_is_not_summed_over_shards() -> None:
     assert found.places[0].line == line_with("one of both")
 
 
+def test_a_number_that_is_added_to_a_sum_over_shards() -> None:
+    def shares(x: Any) -> Any:
+        scaled = x if lax.axis_size("data") == 1 else x * 1
+        apart = scaled * jnp.tanh(x).max(0) + x.mean(0)  # the largest of own rows
+        return x / (lax.psum((apart**2).sum(0), "data") + 1.5)
+
+    split = P("data", "model")
+    found = located(shares, np.tile(X, 2), mesh=GRID, in_specs=split, out_specs=split)
+    assert found.places[0].line == line_with("the largest of own rows")
+
+
 def test_a_state_that_does_not_differ_where_a_line_is_right() -> None:
     """Its policy then reduces over one axis less."""
 

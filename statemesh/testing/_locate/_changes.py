@@ -315,8 +315,10 @@ def _added_apart(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         if node.name not in _SUMS or not {*names_of(node.eqn)} <= {*sizes}:
             continue
         at = tuple(map(sizes.index, names_of(node.eqn)))
-        for reader in nodes:
-            if reader.name in ("add", "sub") and node.results[0] in reader.operands and at:
+        for reader in [x for x in nodes if x.name in ("add", "sub")]:
+            # Next to an array there may be a number, which is the same on all shards.
+            is_array_each = len({str(var.aval) for var in reader.eqn.invars}) == 1
+            if at and is_array_each and node.results[0] in reader.operands:
                 summed = functools.partial(_with_sums, reader, node.results[0], at)
                 yield Trial(suspect, {reader.results[0]: Change(summed, node.scope)}, 0)
 
