@@ -69,7 +69,7 @@ def _is_confirmed(trial: Trial, again: Again | None) -> bool:
     return other is None or _mends(other, trial)
 
 
-def _cost(trial: Trial) -> float:
+def _cost(trial: Trial) -> int | float:
     return trial.cost
 
 
