@@ -1,6 +1,5 @@
 """The two interpreters of `locate`: NumPy, and the replay for what NumPy has no operation for."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,23 +13,12 @@ from statemesh.testing._program._stacked import MappedAxes, Stacked
 from statemesh.testing._program._trace import NO_MESH
 
 
-def compare_by_numpy(
-    closed: Any,
-    arrays: Sequence[Any],
-    scope: MappedAxes,
-    wide: bool,
-    before: set[Any] | None = None,
-) -> set[str]:
+def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: MappedAxes, wide: bool) -> set[str]:
     """Run a program node by node. What NumPy computes must be what the replay computes.
-
-    **Arguments:**
-
-    - `before`: what was compared in other programs. Their operations are not compared again for other
-        lengths of arrays.
 
     **Returns:** the names of the operations that were compared.
     """
-    compared: set[Any] = set() if before is None else before
+    compared: set[Any] = set()
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
         graph = graph_of(closed, scope)
         evaluator = Evaluator(graph, wide, Exact())
@@ -42,12 +30,9 @@ def compare_by_numpy(
             evaluator.run_node(node, known)
             if node.kind != "run" or results_by_numpy(node, operands, wide) is None:
                 continue
-            # An operation that is the same as one before would give the same.
             types = [(value.x.shape, str(value.x.dtype), value.axes) for value in operands]
-            key = node.name, f"{node.eqn.params} {types}"
-            if before is not None:
-                ranks = [(value.x.ndim, str(value.x.dtype), len(value.axes)) for value in operands]
-                key = node.name, re.sub(r"\d+", "n", f"{node.eqn.params}") + f" {ranks}"
+            # An operation that is the same as one before would give the same.
+            key = node.name, str(node.eqn.params), str(types)
             if key in compared:
                 continue
             compared.add(key)

@@ -12,6 +12,7 @@ import numpy as np
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
 from .._program._lines import SourceLine
+from .._program._literals import COMPARISONS
 from .._program._numbers import numbers
 from .._program._stacked import MappedAxes
 from .._types import Numbers
@@ -19,7 +20,7 @@ from ._compare import Comparison, right_values
 from ._evaluate import on_all_shards
 from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards, same_as
-from ._suspects import COMPARISONS, REDUCTIONS, Suspect, is_first, is_wrong_before
+from ._suspects import REDUCTIONS, Suspect, is_first, is_wrong_before
 
 
 # Offsets are tried for so many lengths of arrays.
@@ -222,14 +223,14 @@ def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _
     at = list(sizes).index(names[0])
     for shift, move in _SHIFTS.items():
         changes = {
-            x: _moved(source, at, shift)
+            x: moved(source, at, shift)
             for node in nodes
             for x, source in zip(node.results, node.operands, strict=True)
         }
         yield 0, changes, f"with {move} along {names[0]!r}"
 
 
-def _moved(source: int, at: int, shift: int) -> Change:
+def moved(source: int, at: int, shift: int) -> Change:
     return Change(lambda read: np.roll(read(source), shift, at))
 
 
@@ -265,7 +266,7 @@ def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Nod
     if aval.dtype == bool:
         for at, size in enumerate(scope.sizes.values()):
             for shift in range(1, size):
-                yield 0, {x: _moved(x, at, shift) for x in values}, ""
+                yield 0, {x: moved(x, at, shift) for x in values}, ""
     elif jnp.issubdtype(aval.dtype, jnp.integer):
         for summand in (1, -1):
             yield 0, {x: _increased(x, np.asarray(summand)) for x in values}, ""

@@ -12,7 +12,7 @@ from .._program._jaxprs import aligned, names_of
 from .._program._lines import SourceLine, loops_around
 from .._program._numbers import numbers
 from .._types import Numbers
-from ._changes import Trial
+from ._changes import Trial, moved
 from ._compare import Comparison
 from ._graph import Node
 from ._reruns import Change, Changes, Read, results_on_all_shards, same_as
@@ -187,10 +187,6 @@ def _rows(loop: _Loop) -> Iterator[list[Node]]:
             yield row
 
 
-def _rolled(value: int, shift: int, at: int, read: Read) -> Numbers:
-    return np.roll(read(value), shift, at)
-
-
 # Values that are the same in all rounds
 
 
@@ -228,13 +224,13 @@ def _of_values_that_move(comparison: Comparison, loop: _Loop) -> Iterator[Trial]
         # What each round adds to stays behind, as if it belonged to the shard.
         if all(x.results[0] in y.operands for x, y in itertools.pairwise(row)):
             for shift in (1, -1):
-                moved = {
-                    x: Change(functools.partial(_rolled, x, shift, at), node.scope)
+                turned = {
+                    x: moved(x, at, shift)
                     for node in row
                     for x in node.results
                     if comparison.is_number(x)
                 }
-                yield Trial(Suspect(moves[0].line, False, moves, [], "other"), moved, 1)
+                yield Trial(Suspect(moves[0].line, False, moves, [], "other"), turned, 1)
     # The nodes that read such a value, with the numbers of their rounds: for the first result of the first
     # of them, and the value.
     reading: dict[tuple[int, int], list[tuple[int, Node]]] = {}

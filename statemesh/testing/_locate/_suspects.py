@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._program._lines import SourceLine, line_of_gradient
+from .._program._literals import COMPARISONS
 from .._program._numbers import is_inexact
 from ._compare import Comparison, right_values
 from ._graph import Node, needed
@@ -25,7 +26,6 @@ _OF_A_PART = (
     *("slice", "dynamic_slice", "concatenate", "pad", "rev", "gather"),
 )
 
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 # These reduce over shards; in checked programs they have longer names.
 REDUCTIONS = ("psum", "pmax", "pmin")
 

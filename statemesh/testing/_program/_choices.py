@@ -11,6 +11,7 @@ import numpy as np
 from .._types import AnyLeaf
 from ._jaxprs import Equation, Jaxpr, all_equations, is_literal
 from ._lines import frames_below, line_of
+from ._literals import COMPARISONS
 
 
 # The functions that users call to choose, and how JAX's frames name them.
@@ -29,7 +30,6 @@ _AROUND = (
 _CONDITION = ("its condition was never false", "its condition was never true")
 _LIMIT = ("it left no number as it was", "it changed no number")
 
-_COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
 _LIMITS = ("max", "min", "clamp")
 
 
@@ -87,7 +87,7 @@ def thresholds(jaxpr: Jaxpr) -> list[float]:
     """The sizes of the numbers that the user's own lines compare floats with, or limit them to."""
     found: set[float] = set()
     for eqn in all_equations(jaxpr):
-        if _name(eqn) not in ("clip", *_COMPARISONS, *_LIMITS) or line_of(eqn) is None:
+        if _name(eqn) not in ("clip", *COMPARISONS, *_LIMITS) or line_of(eqn) is None:
             continue
         atoms: list[Any] = list(eqn.invars)
         if any(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in atoms):

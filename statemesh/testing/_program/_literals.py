@@ -32,7 +32,7 @@ _USUAL = np.dtype(np.float32)
 
 # What hands a literal on as it is, but for its dtype.
 _HANDS_ON = ("convert_element_type", "broadcast_in_dim")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def exact_literals(own: Jaxpr, wide: Jaxpr) -> Exact:
     compared = {
         id(eqn)
         for eqn, operands in _with_literals(opened(own), numbers)
-        if eqn.primitive.name in _COMPARISONS
+        if eqn.primitive.name in COMPARISONS
         if any(x is not None and _is_rounded(x, _dtype(eqn.invars[0])) for x in operands)
     }
     return Exact(numbers, compared)
