@@ -75,6 +75,27 @@ def test_the_report_and_its_fields() -> None:
     assert (other.line, other.operation) == (second, "a difference")
 
 
+def by_the_norm(x: Any) -> Any:
+    return x / jnp.sqrt(1 + lax.pmean((x**2).sum(0), "data"))  # means of sums
+
+
+def by_the_size(x: Any) -> Any:
+    return x / jnp.sqrt(1 + lax.psum((x**2).mean(0), "data"))  # sums of means
+
+
+@pytest.mark.parametrize(
+    ("fun", "line", "told"),
+    [
+        (by_the_norm, "means of sums", "with jax.lax.psum instead of jax.lax.pmean"),
+        (by_the_size, "sums of means", "with jax.lax.pmean instead of jax.lax.psum"),
+    ],
+    ids=["sum", "mean"],
+)
+def test_a_sum_instead_of_a_mean_and_the_other_way_round(fun: Any, line: str, told: str) -> None:
+    at = f"at test_locate.py:{line_with(line)}"
+    assert located(fun).cause == f"{told} {at}, all results are right"
+
+
 def test_where_nothing_is_wrong() -> None:
     assert locate(on_mesh(lambda x: x - lax.pmean(x.mean(0), "data")), X) is None
 

@@ -47,6 +47,7 @@ class Trial:
     - `is_added`: whether the change adds an operation, which may stand on any line that hands the value on.
     - `is_factor`: whether it multiplies, which may be done on any line before as well.
     - `is_fixed`: whether it gives numbers for these arguments only.
+    - `here`: what an author would do at the line itself, in words, where these say more than `words`.
     """
 
     suspect: Suspect
@@ -56,6 +57,7 @@ class Trial:
     is_added: bool = False
     is_factor: bool = False
     is_fixed: bool = False
+    here: str = ""
 
 
 def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
@@ -107,7 +109,30 @@ def _reductions_of(
             words = f"{scaled} by the number of shards, {size},"
             # A sum in the place of a mean is likelier than a factor that is missing.
             of_factor = cost + 0.5 * is_added
-            yield Trial(suspect, changes, of_factor, words, is_added, is_factor=True)
+            here = _other_mean(comparison, suspect, values, name, is_mean=factor > 1)
+            yield Trial(suspect, changes, of_factor, words, is_added, is_factor=True, here=here)
+
+
+def _other_mean(
+    comparison: Comparison,
+    suspect: Suspect,
+    values: Sequence[int],
+    name: Hashable,
+    *,
+    is_mean: bool,
+) -> str:
+    """In words, a sum where a line makes means over an axis, or the other way round; else empty."""
+    # A mean is a sum, divided by the number of shards after it.
+    summed = values
+    if is_mean:
+        summed = [y for x in values for y in comparison.maker[x].operands[:1]]
+    makers = [comparison.maker.get(x) for x in summed]
+    wrong, right = ("pmean", "psum") if is_mean else ("psum", "pmean")
+    is_written = suspect.line is not None and wrong in suspect.line.source
+    sums = [node for node in makers if node and node.line == suspect.line and node.name in _SUMS]
+    if len(sums) < len(values) or not is_written or any(names_of(x.eqn) != (name,) for x in sums):
+        return ""
+    return f"with jax.lax.{right} instead of jax.lax.{wrong}"
 
 
 def _has_reduction(suspect: Suspect, collective: str) -> bool:

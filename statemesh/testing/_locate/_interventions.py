@@ -90,8 +90,9 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     if len(known) < len(lines) or len(known) > _MOST_LINES:
         return None
     first, *others = known
+    told = next((x.here for x in trials if x.here and not others), here.pop())
     more = [str(line.number) if line.file == first.file else str(line) for line in others]
-    return f"{here.pop()} at {' or '.join([str(first), *more])}, all results are right"
+    return f"{told} at {' or '.join([str(first), *more])}, all results are right"
 
 
 def _may_be_given(comparison: Comparison, value: int) -> bool:
