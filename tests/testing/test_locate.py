@@ -731,13 +731,13 @@ def test_a_state_without_the_policy_that_it_should_have(mesh: Any) -> None:
     """The line that writes it may be to blame as well, and is likelier."""
 
     def step(seen: Any, x: Any) -> Any:
-        return x, seen.set(seen.value + x.sum(0))  # counts, without a policy
+        return x, seen.set(x.max(0))  # of a shard, without a policy
 
     specs = {"in_specs": (None, ROWS), "out_specs": (ROWS, P())}
     found = located(step, sm.State(jnp.asarray(X[0])), X, mesh=mesh, **specs)
     first, second = found.places[:2]
-    assert first.line == line_with("counts, without a policy")
-    text = "the write policy of step(...)[1]: reduce=None, where 'sum' puts all results right"
+    assert first.line == line_with("of a shard, without a policy")
+    text = "the write policy of step(...)[1]: reduce=None, where 'max' puts all results right"
     assert second.source == text
 
 
@@ -1327,3 +1327,81 @@ def test_no_cause_where_another_function_may_have_given_a_number() -> None:
         f"with 2 * jax.lax.axis_index('data') added at {HERE.name}:{number}, all results are right"
     )
     assert located(counted_from(0)).cause == cause
+
+
+def spread_of_own(x: Any) -> Any:
+    return jnp.sqrt(x**2 + 0.01).mean()  # the own spread
+
+
+def twice_the_spread(x: Any) -> Any:
+    return 2 * spread_of_own(x)
+
+
+def test_a_function_that_is_called_with_what_it_has_made_wrong() -> None:
+    """Nobody knows what its second call should give, and the derivative reads more of the line."""
+
+    def step(w: Any, x: Any) -> Any:
+        def share(w: Any) -> Any:
+            units = jnp.tanh(x[:, :1] * w)
+            first = twice_the_spread(units)
+            moved = units * lax.stop_gradient(jnp.sin(first))
+            return first * twice_the_spread(moved) / lax.axis_size("data")
+
+        value, grads = jax.value_and_grad(share)(w)
+        return lax.psum(value, "data"), grads
+
+    specs = {"in_specs": (ROWS, P()), "out_specs": (P(), ROWS)}
+    found = located(step, np.arange(8.0) / 4, X, **specs)
+    assert found.places[0].line == line_with("the own spread")
+
+
+def test_a_loss_that_is_no_share_of_the_shards() -> None:
+    """The line that returns it computes nothing. One device is one shard."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            score = lax.psum(x @ w, "data")
+            loss = (score**2).mean()
+            return loss, score  # the whole loss
+
+        grads, score = jax.grad(loss_of, has_aux=True)(w)
+        return jnp.tanh(w - 0.1 * grads), score
+
+    args = np.arange(8.0) / 8, np.asarray(X.T)
+    specs = {"in_specs": (ROWS, P(None, "data")), "out_specs": (ROWS, P())}
+    assert located(step, *args, **specs).places[0].line == line_with("the whole loss")
+
+
+def test_a_derivative_that_a_function_is_given_wrong() -> None:
+    """The line that calls the function comes next."""
+
+    def penalty(w: Any) -> Any:
+        return (w**3).sum()  # of the own part
+
+    def step(w: Any, x: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            loss = (lax.psum(x @ w, "data") ** 2).mean()
+            return (loss + penalty(w)) / lax.axis_size("data")  # shared out too
+
+        return jnp.tanh(w - 0.1 * jax.grad(loss_of)(w))
+
+    args = np.arange(8.0) / 8, np.asarray(X.T)
+    specs = {"in_specs": (ROWS, P(None, "data")), "out_specs": ROWS}
+    lines = [place.line for place in located(step, *args, **specs).places]
+    assert lines[:2] == [line_with("of the own part"), line_with("shared out too")]
+
+
+@pytest.mark.parametrize("policy", ["sum", "max"])
+def test_a_state_that_grows_without_a_policy(policy: str) -> None:
+    """Its line adds to the state what the policy would add, so that both are right."""
+    does: Any = {"sum": jnp.add, "max": jnp.maximum}[policy]
+
+    def step(seen: Any, x: Any) -> Any:
+        return x, seen.set(does(seen.value, getattr(x, policy)(0)))  # grows without a policy
+
+    specs = {"in_specs": (None, ROWS), "out_specs": (ROWS, P())}
+    found = located(step, sm.State(jnp.asarray(X[0])), X, **specs)
+    first, second = found.places[:2]
+    text = f"the write policy of step(...)[1]: reduce=None, where {policy!r} puts all results right"
+    assert (first.source, found.cause) == (text, None)
+    assert second.line == line_with("grows without a policy")

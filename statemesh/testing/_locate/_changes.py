@@ -11,7 +11,7 @@ import numpy as np
 
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
-from .._program._lines import SourceLine
+from .._program._lines import SourceLine, line_of_gradient, returns, uses_of
 from .._program._literals import COMPARISONS
 from .._program._numbers import numbers
 from .._program._stacked import MappedAxes
@@ -20,7 +20,7 @@ from ._compare import Comparison, right_values
 from ._evaluate import on_all_shards
 from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards, same_as
-from ._suspects import REDUCTIONS, Suspect, is_first, is_wrong_before
+from ._suspects import REDUCTIONS, Callers, Suspect, is_first, is_wrong_before
 
 
 # Offsets are tried for so many lengths of arrays.
@@ -63,12 +63,46 @@ class Trial:
 def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     """Values that a line makes, reduced over a mesh axis or multiplied by its size."""
     yield from _reductions_of(comparison, suspect, suspect.values)
+    if suspect.evidence == "after" and not suspect.transposed:
+        yield from _reductions_of(comparison, suspect, _of_all_calls(comparison, suspect))
     if suspect.evidence == "first" and not suspect.transposed:
         # The parts of a sum to which the line itself adds what is whole.
         here = {x for node in suspect.nodes for x in node.results}
         first = [node for node in suspect.nodes if is_first(comparison, node)]
         inner = {x for node in first for x in node.operands if x in here}
         yield from _reductions_of(comparison, suspect, sorted(inner))
+
+
+def _of_all_calls(comparison: Comparison, suspect: Suspect) -> list[int]:
+    """What a line makes in each call of its function where some calls make parts of a sum or the like.
+
+    Nobody knows what the others make: they read what the first ones have led to.
+    """
+    calls: dict[Callers, dict[Hashable, Node]] = {}
+    for node in comparison.mesh.nodes:
+        if node.line == suspect.line and not node.transposed:
+            call = calls.setdefault(node.callers, {})
+            call[node.name, sum(name == node.name for name, _ in call)] = node
+    for call in calls.values() if len(calls) > 1 else ():
+        partial = [
+            key
+            for key, node in call.items()
+            if any(x in suspect.values and _is_partial(comparison, x) for x in node.results)
+        ]
+        if partial:
+            return [
+                x
+                for one in calls.values()
+                for key in partial
+                if key in one
+                for x in one[key].results
+            ]
+    return []
+
+
+def _is_partial(comparison: Comparison, value: int) -> bool:
+    known = comparison.relations[value]
+    return known is not None and known.is_partial
 
 
 def _reductions_of(
@@ -414,6 +448,31 @@ def _lacking(comparison: Comparison, value: int) -> dict[str, str]:
     if known is None or known.factor != 1 or not comparison.is_number(value):
         return {}
     return {name: f"p{kind}" for name, kind, _ in known.kinds if kind in ("sum", "mean")}
+
+
+def of_losses(comparison: Comparison) -> Iterator[Trial]:
+    """The last lines of losses, with what asks for their gradients multiplied by the number of shards, or divided.
+
+    A loss that all shards have is a sum of equal shares, where a derivative is summed over them.
+    """
+    nodes = comparison.mesh.nodes
+    read_later = {x for node in nodes if not node.transposed for x in node.operands}
+    by_gradient: dict[SourceLine, list[Node]] = {}
+    for node in nodes:
+        asks = line_of_gradient(node.eqn) if node.transposed else None
+        if asks is not None:
+            by_gradient.setdefault(asks, []).append(node)
+    for backward in by_gradient.values():
+        line = next((node.line for node in backward if node.line), None)
+        come_out = [x for node in backward for x in node.results if x in read_later]
+        if line is None or not come_out or not all(map(comparison.is_number, come_out)):
+            continue
+        last = line if returns(line) else next(iter(uses_of(line)), line)
+        suspect = Suspect(last, False, backward[:1], come_out, "other")
+        for size in {size for size in backward[0].scope.sizes.values() if size > 1}:
+            for factor in (1 / size, float(size)):
+                changes = {x: _multiplied(x, factor) for x in come_out}
+                yield Trial(suspect, changes, 0.75)
 
 
 def at_hand(comparison: Comparison) -> Iterator[Trial]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from .._program._lines import SourceLine
-from ._changes import Trial, at_hand, of_gradients, reductions, simple_changes, unreduced
+from ._changes import Trial, at_hand, of_gradients, of_losses, reductions, simple_changes, unreduced
 from ._compare import Comparison
 from ._reruns import MOST_NODES, Again, Reruns
 from ._rounds import of_rounds
@@ -40,7 +40,7 @@ def mending(
     calls = [call for suspect in suspects for call in of_single_calls(suspect)]
     # Reductions and rounds are few. Of all else as many are tried as there is time for.
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
-    trials += of_gradients(comparison, suspects)
+    trials += [*of_gradients(comparison, suspects), *of_losses(comparison)]
     more: list[Trial] = []
     if others is not None:
         trials += of_rounds(comparison)

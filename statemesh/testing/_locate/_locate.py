@@ -229,11 +229,12 @@ def _located(
         if not is_explained:
             of_specs, reason_of_specs = of_other_axes(comparison, arguments, paths, again)
             likeliest, reason = [*of_specs, *likeliest], reason_of_specs or reason
-        of_policies, has_policy = of_other_policies(comparison, arguments, paths, again)
-        # A line can do what another policy would, and is likelier where a state has none.
-        position = 0 if has_policy else 1
+        of_policies, is_likelier = of_other_policies(comparison, arguments, paths, again)
+        # A line can do what another policy would.
+        position = 0 if is_likelier else 1
         likeliest[position:position] = of_policies
-        reason = None if has_policy else reason
+        # One of the two is enough, and nobody knows which.
+        reason = None if of_policies else reason
     if not likeliest:
         number = comparison.right.index(False)
         types = [traced.closed.out_avals[number] for traced in traces]
@@ -369,7 +370,9 @@ def _places_at(
     if is_handed and all(node.name in _REARRANGING for node in suspect.nodes):
         return [*at(_rearranged(comparison, suspect)), place]
     is_incomplete = suspect.evidence in incomplete or (trial is not None and trial.is_added)
-    if not is_incomplete or line is None or suspect.transposed:
+    if suspect.transposed:
+        return [place, *at(_gives(comparison, suspect))]
+    if not is_incomplete or line is None:
         return [place]
     # A line that a change puts right is not right elsewhere.
     is_own = trial is not None and not trial.is_added
@@ -384,6 +387,16 @@ def _places_at(
     if call is None:
         return [*at(renamed), place, *at(others)]
     return [*at([*renamed, call, *others]), place]
+
+
+def _gives(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:
+    """The line that calls the function of a line, where it gives the derivatives that are multiples there."""
+    known = [comparison.relations[x] for x in suspect.values]
+    if not suspect.nodes or not all(each is not None and each.factor != 1 for each in known):
+        return []
+    read = {x for node in suspect.nodes for x in node.operands}
+    makers = {comparison.maker[x].line for x in read if x in comparison.maker}
+    return [line for line in suspect.nodes[0].callers[:1] if line in makers]
 
 
 def _rearranged(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:

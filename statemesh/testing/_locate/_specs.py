@@ -219,7 +219,10 @@ def _renamed(spec: PartitionSpec, new: Mapping[Hashable, Hashable | None]) -> Pa
 def of_other_policies(
     comparison: Comparison, arguments: Sequence[str], results: Sequence[str], again: Again
 ) -> tuple[list[Place], bool]:
-    """The policy of a written state, if all results are right with another one; and whether it has one now.
+    """The policy of a written state, if all results are right with another one.
+
+    And whether that is likelier than a line: the state has a policy now, or what a line does to the state
+    before the call is what the other policy does.
 
     **Arguments:**
 
@@ -241,8 +244,20 @@ def of_other_policies(
                 source += f", where {other!r} puts all results right"
                 got, want = f"reduce={policy!r}", f"reduce={other!r}"
                 place = Place("", 0, source, "the policy", got=got, want=want, shards="")
-                return [place], policy is not None
+                is_theirs = any(_does_to(comparison, x, other, old) for x in changes)
+                return [place], policy is not None or is_theirs
     return [], False
+
+
+def _does_to(comparison: Comparison, written: int, policy: str, old: Sequence[int]) -> bool:
+    """Whether a line makes what it writes of the state before the call as a policy reduces, and all else itself."""
+    maker = comparison.maker.get(written)
+    if maker is None or maker.name != {"sum": "add", "max": "max", "min": "min"}.get(policy):
+        return False
+    others = [comparison.maker.get(x) for x in maker.operands if x not in old]
+    # What an earlier line makes may lack the reduction there.
+    is_own = all(node is not None and node.line == maker.line for node in others)
+    return is_own and len(others) < len(maker.operands)
 
 
 def _with_other_policies(
