@@ -75,7 +75,7 @@ def test_the_report_and_its_fields() -> None:
     assert (other.line, other.operation) == (second, "a difference")
 
 
-def by_the_norm(x: Any) -> Any:
+def over_the_norm(x: Any) -> Any:
     return x / jnp.sqrt(1 + lax.pmean((x**2).sum(0), "data"))  # means of sums
 
 
@@ -86,7 +86,7 @@ def by_the_size(x: Any) -> Any:
 @pytest.mark.parametrize(
     ("fun", "line", "told"),
     [
-        (by_the_norm, "means of sums", "with jax.lax.psum instead of jax.lax.pmean"),
+        (over_the_norm, "means of sums", "with jax.lax.psum instead of jax.lax.pmean"),
         (by_the_size, "sums of means", "with jax.lax.pmean instead of jax.lax.psum"),
     ],
     ids=["sum", "mean"],

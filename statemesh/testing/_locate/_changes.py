@@ -82,7 +82,7 @@ def _of_all_calls(comparison: Comparison, suspect: Suspect) -> list[int]:
     for node in comparison.mesh.nodes:
         if node.line == suspect.line and not node.transposed:
             call = calls.setdefault(node.callers, {})
-            call[node.name, sum(name == node.name for name, _ in call)] = node
+            call[node.name, sum(x.name == node.name for x in call.values())] = node
     for call in calls.values() if len(calls) > 1 else ():
         partial = [
             key
@@ -451,7 +451,7 @@ def _lacking(comparison: Comparison, value: int) -> dict[str, str]:
 
 
 def of_losses(comparison: Comparison) -> Iterator[Trial]:
-    """The last lines of losses, with what asks for their gradients multiplied by the number of shards, or divided.
+    """The last lines of losses, with all gradients multiplied or divided by the number of shards.
 
     A loss that all shards have is a sum of equal shares, where a derivative is summed over them.
     """

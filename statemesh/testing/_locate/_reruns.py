@@ -150,11 +150,10 @@ class Reruns:
         for k in range(max(map(len, choices))):
             chosen = [choice[min(k, len(choice) - 1)] for choice in choices]
             changes = dict(zip(values, map(constant, chosen), strict=True))
-            right = dict(self.judged(self.everywhere(suspect.line, changes) or changes))
-            if self._broken <= right.keys() and all(right.values()):
+            some, is_all = self._some_and_all(self.everywhere(suspect.line, changes) or changes)
+            if is_all:
                 return "all"
-            if any(right[number] for number in self._broken & right.keys()):
-                outcome = "some"
+            outcome = "some" if some else outcome
         # Positions in a part, and what is counted or sorted in it, are others than those of one device.
         is_of_order = all(map(self._is_whole, values)) or self._is_of_order(suspect)
         if (
@@ -164,6 +163,23 @@ class Reruns:
         ):
             return None
         return outcome
+
+    def _some_and_all(self, changes: Changes) -> tuple[bool, bool]:
+        """Whether some of the wrong results are right with a change, and whether all results are."""
+        found: set[bool] = set()
+        missing = {*self._broken}
+        for number, is_right in self.judged(changes):
+            # The wrong ones come first: those that were right decide where all of these are.
+            if number in self._broken:
+                found.add(is_right)
+                missing.discard(number)
+            elif False in found or missing:
+                break
+            elif not is_right:
+                return True, False
+            if len(found) == 2:
+                break
+        return True in found, found == {True} and not missing
 
     def _is_of_order(self, suspect: Suspect) -> bool:
         """Whether the order of a part decides what a line makes."""

@@ -250,7 +250,7 @@ def of_other_policies(
 
 
 def _does_to(comparison: Comparison, written: int, policy: str, old: Sequence[int]) -> bool:
-    """Whether a line makes what it writes of the state before the call as a policy reduces, and all else itself."""
+    """Whether a line makes a state of what it was before as a policy reduces, and all else itself."""
     maker = comparison.maker.get(written)
     if maker is None or maker.name != {"sum": "add", "max": "max", "min": "min"}.get(policy):
         return False
