@@ -6,6 +6,7 @@ nodes, once or a few times each. JAX would compile each of them for each shape, 
 run it. A test runs nodes of all planted models both ways and expects the same numbers.
 """
 
+import collections
 import functools
 from collections.abc import Callable, MutableMapping, Sequence
 
@@ -19,6 +20,7 @@ from .._program._literals import Exact
 from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers
 from .._program._replay import Frame, Replay
+from .._program._stepped import Stepped
 from .._program._stacked import Axes, MappedAxes, Stacked, names_of_spec
 from .._types import AnyLeaf, Numbers
 from ._graph import Graph, Node
@@ -32,6 +34,10 @@ _COMPILE_FAST = {
 # JAX would compile these in each eager run.
 _COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fold_in", "sort")
 _MOST_COMPILED = 256
+# Which values differ over shards changes from run to run, and JAX compiles a loop or branch again for each such
+# choice. So many runs with one choice take NumPy about as long as that, round by round, if there are so few.
+_RUNS_BY_NUMPY = 8
+_FEW_ROUNDS = 64
 
 # By the numbers of a graph's values.
 Values = dict[int, Stacked]
@@ -52,6 +58,8 @@ class Evaluator(Replay):
         self.graph, self.wide, self.exact = graph, wide, exact
         if wide:
             self.arithmetic = Promoted(exact)
+        self._stepped = Stepped("locate", graph.jaxpr, exact, _FEW_ROUNDS)
+        self._runs: collections.Counter[tuple[Node, tuple[Axes, ...]]] = collections.Counter()
         self._compiled = functools.lru_cache(_MOST_COMPILED)(self._compile)
 
     def constants(self) -> Values:
@@ -78,7 +86,11 @@ class Evaluator(Replay):
             return [node.scope.split(values[0], node.spec)]
         if node.kind == "join":
             return [_joined(values[0], node)]
-        if node.name in _COMPILED:
+        axes = tuple(value.axes for value in values)
+        if self.wide and node.name in ("scan", "cond") and self._runs[node, axes] < _RUNS_BY_NUMPY:
+            self._runs[node, axes] += 1
+            results = self._stepped.alone(node.eqn, [*values], node.scope)
+        elif node.name in _COMPILED:
             results = self._compiled(node)(list(values))
         else:
             frame = Frame(node.scope, self.no_differences)

@@ -29,8 +29,6 @@ from ._stacked import Axes, MappedAxes, Stacked, numpy_of
 _compiled: Recent["_Compiled"] = Recent(1024)
 # On more numbers JAX is faster, although it has to compile the operation and its noise.
 _LARGE = 2**15
-# A loop over so many entries runs round by round. JAX compiles a longer one.
-_FEW_ROUNDS = 8
 
 _NO_NOISE = np.zeros((1, 3))
 # The axis along which the values of several runs are stacked, before all mesh axes.
@@ -43,15 +41,16 @@ class Stepped(Replay):
     **Arguments:**
 
     - `exact`: the numbers that literals stand for.
+    - `few_rounds`: a loop over so many entries runs round by round. JAX compiles a longer one.
 
     **Attributes:**
 
     - `own_dtype`: the operations on floats that have run in their own dtype, by their names.
     """
 
-    def __init__(self, name: str, jaxpr: Jaxpr, exact: Exact) -> None:
+    def __init__(self, name: str, jaxpr: Jaxpr, exact: Exact, few_rounds: int = 8) -> None:
         super().__init__(name, jaxpr)
-        self._exact = exact
+        self._exact, self._few_rounds = exact, few_rounds
         self.own_dtype: set[str] = set()
         # It runs in what is compiled, and notes its promises under the same numbers.
         self._traced = Replay(name, jaxpr)
@@ -86,13 +85,21 @@ class Stepped(Replay):
         amounts, positions = frame.differences
         return [([x[k] for x in results], (amounts[k], positions[k])) for k in range(count)]
 
+    def alone(self, eqn: Equation, values: list[Stacked], scope: MappedAxes) -> list[Stacked]:
+        """The results of one equation of the program, without noise."""
+        amounts, positions = self.no_differences
+        self._noise, self._rounded = _NO_NOISE, frozenset()
+        self.arithmetic, self.lanes = Promoted(self._exact), 0
+        with np.errstate(all="ignore"):
+            return self.leaf(eqn, values, Frame(scope, (amounts[None], positions[None])))
+
     def _literal(self, atom: Any) -> Stacked:
         x = self.arithmetic.literal(atom)
         return Stacked(x, (_RUNS,) if x.ndim else ())
 
     def leaf(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked]:
         name, params = eqn.primitive.name, eqn.params
-        if name == "scan" and params["length"] <= _FEW_ROUNDS:
+        if name == "scan" and params["length"] <= self._few_rounds:
             return self._round_by_round(eqn, values, frame)
         if name == "cond" and (index := _one_number(values[0].x)) is not None:
             last = len(params["branches"]) - 1
