@@ -20,8 +20,8 @@ from .._program._literals import Exact
 from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers
 from .._program._replay import Frame, Replay
-from .._program._stepped import Stepped
 from .._program._stacked import Axes, MappedAxes, Stacked, names_of_spec
+from .._program._stepped import Stepped
 from .._types import AnyLeaf, Numbers
 from ._graph import Graph, Node
 
@@ -34,8 +34,8 @@ _COMPILE_FAST = {
 # JAX would compile these in each eager run.
 _COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fold_in", "sort")
 _MOST_COMPILED = 256
-# Which values differ over shards changes from run to run, and JAX compiles a loop or branch again for each such
-# choice. So many runs with one choice take NumPy about as long as that, round by round, if there are so few.
+# Which values differ over shards changes from run to run, and JAX compiles a loop or branch for each such choice.
+# That takes about as long as so many runs by NumPy, round by round, of so many rounds.
 _RUNS_BY_NUMPY = 8
 _FEW_ROUNDS = 64
 
