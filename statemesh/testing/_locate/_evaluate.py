@@ -34,8 +34,8 @@ _COMPILE_FAST = {
 # JAX would compile these in each eager run.
 _COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fold_in", "sort")
 _MOST_COMPILED = 256
-# Which values differ over shards changes from run to run, and JAX compiles a loop or branch for each choice. That
-# takes about as long as so many runs by NumPy, round by round, of so many rounds.
+# Which values differ over shards changes from run to run, and JAX compiles a loop or branch for each choice.
+# That takes about as long as so many runs by NumPy, round by round, of so many rounds.
 _RUNS_BY_NUMPY = 8
 _FEW_ROUNDS = 64
 
