@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .._program._lines import SourceLine
 from ._changes import Trial, at_hand, of_gradients, of_losses, reductions, simple_changes, unreduced
 from ._compare import Comparison
-from ._reruns import MOST_NODES, Again, Reruns
+from ._reruns import MOST_NODES, Again, Reruns, runs_of
 from ._rounds import of_rounds
 from ._suspects import Suspect, of_single_calls
 
@@ -54,19 +54,17 @@ def mending(
         if _mends(reruns, trial):
             good.append(trial)
     good.sort(key=_cost)
-    return [trial for trial in good if trial.is_fixed or _is_confirmed(trial, again)]
+    return [
+        trial
+        for trial in good
+        if trial.is_fixed or all(_mends(other, trial) for other in runs_of(again))
+    ]
 
 
 def _mends(reruns: Reruns, trial: Trial) -> bool:
     """Whether a trial puts all results right, where its line runs in loops too."""
     changes = reruns.everywhere(trial.suspect.line, trial.changes)
     return changes is not None and reruns.mends(changes)
-
-
-def _is_confirmed(trial: Trial, again: Again | None) -> bool:
-    """Whether it does so for other arguments too, as far as these can be had."""
-    other = again() if again is not None else None
-    return other is None or _mends(other, trial)
 
 
 def _cost(trial: Trial) -> int | float:

@@ -26,7 +26,7 @@ from ._reruns import (
     Changes,
     Read,
     Reruns,
-    are_confirmed,
+    runs_of,
 )
 from ._suspects import REDUCTIONS
 
@@ -110,7 +110,7 @@ def of_other_axes(
         if reruns.nodes_run > MOST_NODES:
             break
         changes = {node.results[0]: dataclasses.replace(node, spec=other) for _, node in nodes}
-        if _mends(reruns, changes) and are_confirmed(changes, again):
+        if _mends(reruns, changes) and all(x.mends(changes) for x in runs_of(again)):
             got, want = errors.spec_str(spec), errors.spec_str(other)
             states = list(dict.fromkeys(_state(path) for path, _ in nodes))
             named = [path for path in states if path in {*map(_state, arguments)}] or states
@@ -239,7 +239,7 @@ def of_other_policies(
         for policy, other, changes in _with_other_policies(comparison, operand, old):
             if reruns.nodes_run > MOST_NODES:
                 return [], False
-            if reruns.mends(changes) and are_confirmed(changes, again):
+            if reruns.mends(changes) and all(x.mends(changes) for x in runs_of(again)):
                 source = f"the write policy of {_state(path)}: reduce={policy!r}"
                 source += f", where {other!r} puts all results right"
                 got, want = f"reduce={policy!r}", f"reduce={other!r}"
