@@ -15,7 +15,7 @@ import numpy as np
 
 from .._program._by_numpy import by_numpy, collects_by_numpy, is_number, operands_for_numpy
 from .._program._collective_rules import RULES, collective
-from .._program._jaxprs import is_literal
+from .._program._jaxprs import Equation, is_literal, nested_equations
 from .._program._literals import Exact
 from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers
@@ -34,8 +34,8 @@ _COMPILE_FAST = {
 # JAX would compile these in each eager run.
 _COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fold_in", "sort")
 _MOST_COMPILED = 256
-# Which values differ over shards changes from run to run, and JAX compiles a loop or branch for each choice.
-# That takes about as long as so many runs by NumPy, round by round, of so many rounds.
+# So many runs of a loop by NumPy, round by round, take about as long as JAX takes to compile it. A loop of more
+# rounds is compiled at once.
 _RUNS_BY_NUMPY = 8
 _FEW_ROUNDS = 64
 
@@ -59,7 +59,7 @@ class Evaluator(Replay):
         if wide:
             self.arithmetic = Promoted(exact)
         self._stepped = Stepped("locate", graph.jaxpr, exact, _FEW_ROUNDS)
-        self._runs: collections.Counter[tuple[Node, tuple[Axes, ...]]] = collections.Counter()
+        self._runs: collections.Counter[Node] = collections.Counter()
         self._compiled = functools.lru_cache(_MOST_COMPILED)(self._compile)
 
     def constants(self) -> Values:
@@ -86,16 +86,25 @@ class Evaluator(Replay):
             return [node.scope.split(values[0], node.spec)]
         if node.kind == "join":
             return [_joined(values[0], node)]
-        axes = tuple(value.axes for value in values)
-        if self.wide and node.name in ("scan", "cond") and self._runs[node, axes] < _RUNS_BY_NUMPY:
-            self._runs[node, axes] += 1
+        if self.wide and (node.name == "cond" or self._is_stepped(node)):
             results = self._stepped.alone(node.eqn, [*values], node.scope)
+        elif self.wide and node.name == "scan" and not _chooses(node.eqn):
+            # JAX compiles it once for all reruns, though in each other values differ over shards.
+            results = self._compiled(node)([node.scope.spread(x, node.scope.sizes) for x in values])
+            return [narrowed(in_numpy(value.x, value.axes)) for value in results]
         elif node.name in _COMPILED:
             results = self._compiled(node)(list(values))
         else:
             frame = Frame(node.scope, self.no_differences)
             results = self._equation(node.eqn, list(values), frame)
         return [in_numpy(value.x, value.axes) for value in results]
+
+    def _is_stepped(self, node: Node) -> bool:
+        """Whether a node is a loop of few rounds that has not run often yet."""
+        if node.name != "scan" or node.eqn.params["length"] > _FEW_ROUNDS:
+            return False
+        self._runs[node] += 1
+        return self._runs[node] <= _RUNS_BY_NUMPY
 
     def _compile(self, node: Node) -> Callable[[list[Stacked]], list[Stacked]]:
         def run(values: list[Stacked]) -> list[Stacked]:
@@ -113,6 +122,23 @@ def _joined(value: Stacked, node: Node) -> Stacked:
     first = tuple(slice(None) if name in kept else 0 for name in value.axes)
     axes = tuple(name for name in value.axes if name in kept)
     return node.scope.joined(Stacked(value.x[first], axes), node.spec)
+
+
+def _chooses(eqn: Equation) -> bool:
+    """Whether a loop has branches or conditions, which shards with equal values go through together."""
+    return any(x.primitive.name in ("cond", "while") for x in nested_equations(eqn))
+
+
+def narrowed(value: Stacked) -> Stacked:
+    """Without the mesh axes along which copies are equal."""
+    x, axes = value.x, list(value.axes)
+    for name in value.axes if not is_key(x) else ():
+        at = axes.index(name)
+        first = x.take([0], at)
+        if np.array_equal(np.broadcast_to(first, x.shape), x, equal_nan=x.dtype.kind in "fc"):
+            x = first.squeeze(at)
+            axes.remove(name)
+    return Stacked(x, tuple(axes))
 
 
 def in_numpy(x: AnyLeaf, axes: Axes = ()) -> Stacked:

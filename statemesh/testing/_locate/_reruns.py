@@ -21,7 +21,7 @@ from .._program._numbers import is_key, numbers
 from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
 from ._compare import Comparison, right_values
-from ._evaluate import Values, on_all_shards
+from ._evaluate import Values, narrowed, on_all_shards
 from ._graph import Node, needed
 from ._suspects import OF_ORDER, REDUCTIONS, Suspect, is_first, is_wrong_before
 
@@ -287,19 +287,8 @@ class _Rerun:
             return
         with np.errstate(all="ignore"):
             new = np.asarray(made).astype(old.x.dtype)
-        self._new[x] = _narrowed(Stacked(new, tuple(scope.sizes)))
-
-
-def _narrowed(value: Stacked) -> Stacked:
-    """Without the mesh axes along which copies are equal: a write policy does not reduce over these."""
-    x, axes = value.x, list(value.axes)
-    for name in value.axes:
-        at = axes.index(name)
-        first = x.take([0], at)
-        if np.array_equal(np.broadcast_to(first, x.shape), x, equal_nan=x.dtype.kind in "fc"):
-            x = first.squeeze(at)
-            axes.remove(name)
-    return Stacked(x, tuple(axes))
+        # A write policy does not reduce over axes along which copies are equal.
+        self._new[x] = narrowed(Stacked(new, tuple(scope.sizes)))
 
 
 def constant(array: Numbers) -> Change:
