@@ -34,9 +34,9 @@ _COMPILE_FAST = {
 # JAX would compile these in each eager run.
 _COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fold_in", "sort")
 _MOST_COMPILED = 256
-# So many runs of a loop by NumPy, round by round, take about as long as JAX takes to compile it. A loop of more
-# rounds is compiled at once.
+# JAX takes about as long to compile a loop as NumPy takes for so many runs of it, round by round.
 _RUNS_BY_NUMPY = 8
+# A loop of more rounds is compiled at once.
 _FEW_ROUNDS = 64
 
 # By the numbers of a graph's values.
