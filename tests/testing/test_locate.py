@@ -132,6 +132,30 @@ def test_on_devices_and_arguments_that_lie_there() -> None:
     assert found.places[0].line == line_with("the local mean")
 
 
+def test_what_a_round_of_a_loop_hands_to_the_next_one() -> None:
+    """Parts of a sum may be handed on, and positions that the index of a shard gives, if they are read so."""
+
+    def own_total(x: Any) -> Any:
+        def once(carry: Any, _: Any) -> Any:
+            total, seen = carry
+            seen = seen + jnp.tanh(total)
+            return (x.sum(), seen), seen  # the own total
+
+        return lax.scan(once, (0.0, 0.0), None, length=2)[1]
+
+    def own_position(x: Any) -> Any:
+        def once(at: Any, _: Any) -> Any:
+            value = lax.psum(x[at].sum(), "data")
+            return (at + lax.axis_index("data")) % len(x), value  # the own position
+
+        return lax.scan(once, 0, None, length=2)[1]
+
+    found = located(own_total, in_specs=ROWS, out_specs=P())
+    assert found.places[0].line == line_with("the own total")
+    found = located(own_position, in_specs=P(), out_specs=P())
+    assert found.places[0].line == line_with("the own position")
+
+
 def test_a_round_of_a_loop() -> None:
     def layer(x: Any, k: Any) -> Any:
         top = lax.cond(k == 2, lambda x: x.max(0), lambda x: 0 * x[0], x)  # in a branch

@@ -156,11 +156,11 @@ def _other_mean(
     is_mean: bool,
 ) -> str:
     """In words, a sum where a line makes means over an axis, or the other way round; else empty."""
-    # A mean is a sum, divided by the number of shards after it.
-    summed = values
+    makers = [comparison.maker.get(x) for x in values]
     if is_mean:
-        summed = [y for x in values for y in comparison.maker[x].operands[:1]]
-    makers = [comparison.maker.get(x) for x in summed]
+        # A mean is a sum, divided by the number of shards after it.
+        divided = [node.operands[0] for node in makers if node and node.name == "div"]
+        makers = [comparison.maker.get(x) for x in divided]
     wrong, right = ("pmean", "psum") if is_mean else ("psum", "pmean")
     is_written = suspect.line is not None and wrong in suspect.line.source
     sums = [node for node in makers if node and node.line == suspect.line and node.name in _SUMS]

@@ -483,6 +483,7 @@ def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] 
     bodies = evaluators([loop.body for loop in loops])
     conditions = [loop.condition for loop in loops if loop.condition is not None]
     of_conditions = evaluators(conditions) if conditions else None
+    before: tuple[Comparison, int] | None = None
     for number in rounds[:_MOST_ROUNDS]:
         if of_conditions:
             asked = [
@@ -497,7 +498,15 @@ def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] 
         inputs = [_inputs(*each, number) for each in zip(loops, nodes, strict=True)]
         within = compare(bodies, node.scope, inputs, [*consts, *carry, *scanned])
         if not all(within.right):
+            carried = within.mesh.inputs[len(consts) : len(consts) + len(carry)]
+            unrelated = [k for k, x in enumerate(carried) if within.is_unrelated(x)]
+            if before and unrelated:
+                # What is made from the index of a shard may be anything, until it leads to what is wrong.
+                for k in unrelated:
+                    before[0].right[k] = False
+                return before
             return within, None if is_branch else number
+        before = within, number
         carry = _origins(within, within.mesh.results)[: len(carry)]
         for loop, values in zip(loops, within.ends, strict=True):
             loop.carry = values[: len(loop.carry)]

@@ -133,7 +133,11 @@ def _after(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:
     # How many lines of the user's are around those of the mapped function itself.
     depth = min(map(len, callers), default=0)
     for x in trial.changes:
-        around = comparison.maker[x].callers
+        maker = comparison.maker.get(x)
+        if maker is None:
+            # It comes from the round of a loop before.
+            return {None}
+        around = maker.callers
         for reader in [node for node in comparison.mesh.nodes if x in node.operands]:
             if reader.kind == "run" and reader.callers == around:
                 lines.add(reader.line)

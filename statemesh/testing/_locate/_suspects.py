@@ -93,7 +93,22 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
         if evidence in ("first", "unshaped") and (call := _wrong_call(comparison, group)):
             line, evidence = call, "first"
         suspects.append(Suspect(line, transposed, group, handed_on, evidence))
-    return [*_gradients(comparison, values, readers), *suspects]
+    earlier = _of_rounds_before(comparison, values, {line for line, _ in by_line})
+    return [*earlier, *_gradients(comparison, values, readers), *suspects]
+
+
+def _of_rounds_before(
+    comparison: Comparison, values: Collection[int], known: Collection[SourceLine | None]
+) -> Iterator[Suspect]:
+    """The lines that made partial results in the round before, and make nothing wrong in this one."""
+    come_in: dict[SourceLine, list[int]] = {}
+    for x, line in comparison.origins.items():
+        if x in values and line is not None and line not in known:
+            come_in.setdefault(line, []).append(x)
+    for line, made in come_in.items():
+        nodes = [x for x in comparison.mesh.nodes if x.line == line and not x.transposed]
+        if nodes:
+            yield Suspect(line, False, nodes, made, "related")
 
 
 def _gradients(
