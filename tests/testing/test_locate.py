@@ -1429,3 +1429,19 @@ def test_a_state_that_grows_without_a_policy(policy: str) -> None:
     text = f"the write policy of step(...)[1]: reduce=None, where {policy!r} puts all results right"
     assert (first.source, found.cause) == (text, None)
     assert second.line == line_with("grows without a policy")
+
+
+def test_the_spec_of_a_state_of_several_arrays() -> None:
+    """All of them have another one together, and the other states with this spec keep it."""
+
+    def step(kept: Any, last: Any, x: Any) -> Any:
+        total = lax.psum(x.sum(0), "data")
+        first, second = kept.value
+        kept = kept.set((first.at[5].set(total), second.at[6].set(jnp.sin(total))))
+        return kept, last.set(last.value / 2 + x)
+
+    halves = jnp.zeros((8, 3)), jnp.ones((8, 3))
+    states = sm.State(halves, spec=ROWS), sm.State(jnp.zeros((8, 3)), spec=ROWS)
+    found = located(step, *states, X, in_specs=(None, None, ROWS), out_specs=P())
+    assert found.places[0].source == "the spec of args[0]: P('data')"
+    assert found.cause == "with P() for args[0], all results are right"

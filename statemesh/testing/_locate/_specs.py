@@ -159,19 +159,20 @@ def _with_other_axes(
         for node in comparison.mesh.nodes
         if node.kind == "split" and node.operands[0] in paths
     ]
-    # For each spec what leaves as it came in, and what has it.
-    by_spec: dict[tuple[PartitionSpec, str], list[list[_Node]]] = {}
+    # For each spec what leaves as it came in, and what has it: the arrays of each state together.
+    by_spec: dict[tuple[PartitionSpec, str], dict[str, list[_Node]]] = {}
     for path, node in splits:
         is_state = _is_of_state(path)
         which = "the spec" if is_state else "in_specs"
         left = [x for x in joins.values() if is_state and _is_the_same(path, x[0])]
         each = [(path, node), *(x for x in left if x[1].spec == node.spec)]
-        by_spec.setdefault((node.spec, which), []).append(each)
+        by_spec.setdefault((node.spec, which), {}).setdefault(_state(path), []).extend(each)
     states = {path for path, _ in splits if _is_of_state(path)}
     for path, node in joins.values():
         if not any(_is_the_same(state, path) for state in states):
-            by_spec.setdefault((node.spec, "out_specs"), []).append([(path, node)])
-    for (spec, which), groups in by_spec.items():
+            by_spec.setdefault((node.spec, "out_specs"), {})[path] = [(path, node)]
+    for (spec, which), by_state in by_spec.items():
+        groups = [*by_state.values()]
         for new in _other_specs(spec, groups[0][0][1].scope.sizes, less=which == "the spec"):
             for some in [groups] + [[group] for group in groups if len(groups) > 1]:
                 yield which, [each for group in some for each in group], spec, new
