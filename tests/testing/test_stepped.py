@@ -122,7 +122,9 @@ def places(x: Any) -> Any:
 def shapes(x: Any) -> Any:
     pieces = [x, jnp.split(x, (1, 2), axis=1), [*x], jnp.stack([x, x + 1], axis=1)]
     padded = lax.pad(x, jnp.float32(2), [(1, 0, 0), (0, 2, 0)])
-    return pieces, padded, x[::-1], jnp.concatenate([x, x[:1]]), jnp.cumsum(x[::-1], axis=1)[::-1]
+    turned = lax.reshape(x, (3, 2), dimensions=(1, 0))
+    joined = jnp.concatenate([x, x[:1]])
+    return pieces, padded, x[::-1], joined, turned, jnp.cumsum(x[::-1], axis=1)[::-1]
 
 
 def whole_numbers(x: Any) -> Any:

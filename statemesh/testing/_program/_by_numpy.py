@@ -134,6 +134,12 @@ def _broadcast_in_dim(params: _Params, lanes: int, x: Numbers) -> Numbers:
     return np.broadcast_to(x.reshape((*lead, *inner)), (*lead, *params["shape"]))
 
 
+def _reshape(params: _Params, lanes: int, x: Numbers) -> Numbers:
+    if params["dimensions"] is not None:
+        x = x.transpose(*range(lanes), *_within(params["dimensions"], lanes))
+    return x.reshape((*x.shape[:lanes], *params["new_sizes"]))
+
+
 def _transpose(params: _Params, lanes: int, x: Numbers) -> Numbers:
     return x.transpose(*range(lanes), *_within(params["permutation"], lanes))
 
@@ -392,7 +398,7 @@ _ON_EACH_NUMBER: Mapping[str, Callable[..., Any]] = {
 _ON_ONE_SHARD: Mapping[str, _Rule] = {
     "integer_pow": _integer_pow,
     "reduce_precision": lambda params, lanes, x: x,
-    "reshape": lambda params, lanes, x: x.reshape((*x.shape[:lanes], *params["new_sizes"])),
+    "reshape": _reshape,
     "squeeze": lambda params, lanes, x: x.squeeze(_within(params["dimensions"], lanes)),
     "broadcast_in_dim": _broadcast_in_dim,
     "transpose": _transpose,
