@@ -3,6 +3,7 @@
 It calls a function with other values, too: generic ones, large ones, NaN and infinities.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -590,3 +591,14 @@ def test_nan_that_pmax_passes_over_accuses_nobody() -> None:
         return lax.psum(jnp.where(top % 2 == 0, x, 1).sum(0), "x")
 
     check(chosen, 20 * X)
+
+
+def test_numbers_below_the_smallest_of_double_precision_accuse_nobody() -> None:
+    """XLA makes them zero, and NumPy does not: whose product is so small depends on the mesh."""
+
+    def product(x: Any) -> Any:
+        first, *others = lax.all_gather(jnp.exp(-x).prod(0), "x")
+        return functools.reduce(jnp.multiply, others, first)
+
+    x = np.float32([[368], [-1.3], [0.6], [0.9], [366], [-2.3], [-0.7], [0.4]])
+    check(product, x, check_vma=False)

@@ -148,7 +148,11 @@ def allowed(rounding: Rounding, dtype: Any, want: Numbers, moved: Numbers) -> Nu
 
 
 def flushed(rounding: Rounding, dtype: Any) -> float:
-    """XLA may flush what is smaller to zero. A zero is judged all the same: what is larger would be found."""
-    if rounding == "double" or not is_inexact(dtype):
+    """What is smaller has fewer digits, and XLA may flush it to zero.
+
+    A zero is judged all the same: what is larger would be found.
+    """
+    if not is_inexact(dtype):
         return 0.0
-    return float(jnp.finfo(dtype).tiny)  # type: ignore[no-untyped-call]
+    kind = np.float64 if rounding == "double" else dtype
+    return float(jnp.finfo(kind).tiny)  # type: ignore[no-untyped-call]
