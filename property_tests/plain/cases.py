@@ -218,7 +218,7 @@ class Maker:
             kinds += ["collect", "exchange"] if known.axes else ["collect"]
         match self.choose(*kinds):
             case "unary":
-                ops = ["neg", "abs"] if not self.smooth else ["neg"]
+                ops = ["neg", "turned"] + ["abs"] * (not self.smooth)
                 ops += ["half", "tanh", "sin"] if is_float else []
                 at = self.unary(self.choose(*ops), at)
             case "binary":

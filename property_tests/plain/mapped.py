@@ -215,6 +215,8 @@ def _passed(how: str, model: Any) -> Any:
 _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg": jnp.negative,
     "abs": jnp.abs,
+    # What it was: a reshape that reads the axes in another order, and a transpose.
+    "turned": lambda x: jax.lax.reshape(x, x.shape[::-1], dimensions=range(x.ndim)[::-1]).T,
     "half": lambda x: x * 0.5,
     "wrap": lambda x: x % 101 - 50,
     "tanh": jnp.tanh,

@@ -209,7 +209,7 @@ def _unary(op: str, value: Shards) -> Shards:
             return _each(value, lambda x: x % 101 - 50)
         case "float":
             return _each(value, lambda x: x.astype(np.float64), EPS * _largest(value.at))
-        case "untyped":
+        case "untyped" | "turned":
             return value
         case _:
             assert op in ("tanh", "sin")
