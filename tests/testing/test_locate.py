@@ -132,6 +132,25 @@ def test_on_devices_and_arguments_that_lie_there() -> None:
     assert found.places[0].line == line_with("the local mean")
 
 
+def test_rows_that_are_taken_in_chunks() -> None:
+    """On one device other rows are in a chunk than on the shards together, which changes no row."""
+
+    def step(w: Any, x: Any) -> Any:
+        numbers, chunks = jnp.arange(len(x)).reshape(2, -1), x.reshape(2, -1, x.shape[1])
+
+        def scaled(chunk: Any) -> Any:
+            at, rows = chunk
+            units = jnp.tanh(lax.pmean(rows @ w, "model"))  # a mean for each chunk
+            return x[at] * units[:, None]
+
+        return lax.map(scaled, (numbers, chunks)).reshape(x.shape)
+
+    split = P("data", "model")
+    specs = {"in_specs": (P("model"), split), "out_specs": split, "mesh": GRID}
+    found = located(step, np.ones(4), np.concatenate([X, X[:, :1]], 1), **specs)
+    assert (found.places[0].line, found.places[0].step) == (line_with("a mean for each chunk"), 0)
+
+
 def test_what_a_round_of_a_loop_hands_to_the_next_one() -> None:
     """Parts of a sum may be handed on, and positions that the index of a shard gives, if they are read so."""
 

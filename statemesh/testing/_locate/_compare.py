@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from .._program._jaxprs import Jaxpr, operands_of_loop
 from .._program._lines import SourceLine
 from .._program._numbers import distances, is_key, is_numpy, numbers, roundoff
-from .._program._stacked import MappedAxes, Stacked, names_of_spec
+from .._program._stacked import MappedAxes, Stacked, names_of_spec, numpy_of
 from .._program._trace import Trace, is_array_or_type, trace_exactly
-from .._types import Fun, Numbers, PyTree, tree_util
+from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
 from ._evaluate import Evaluator, Values, in_numpy, on_all_shards
 from ._graph import Node, graph_of, pairs
 from ._relations import Relation, largest, relation, stride, tolerated, whole
@@ -44,6 +44,7 @@ class Comparison:
     - `evaluators`: of the program on a mesh, and of that on one device.
     - `scope`: the mesh axes around the programs.
     - `origins`: for values that come in the lines outside that made them; none for all others.
+    - `in_blocks`: whether one device takes over the order in which shards have rows after a reshape.
 
     **Attributes:**
 
@@ -61,10 +62,19 @@ class Comparison:
     - `operands`: those of loops and branches whose results differ, in both programs.
     - `ends`: the results of each program.
     - `right`: which of those on the mesh are right.
+    - `reblocked`: whether a reshape gives shards rows in another order than one device.
     """
 
-    def __init__(self, evaluators: Evaluators, scope: MappedAxes, origins: Origins) -> None:
-        self.evaluators, self.scope = evaluators, scope
+    def __init__(
+        self,
+        evaluators: Evaluators,
+        scope: MappedAxes,
+        origins: Origins,
+        *,
+        in_blocks: bool = False,
+    ) -> None:
+        self.evaluators, self.scope, self._in_blocks = evaluators, scope, in_blocks
+        self.reblocked = False
         self.mesh, self.single = (evaluator.graph for evaluator in evaluators)
         self.maker = {x: node for node in self.mesh.nodes for x in node.results}
         self.partners = pairs(self.mesh.nodes, self.single.nodes)
@@ -106,6 +116,10 @@ class Comparison:
     def is_number(self, value: int) -> bool:
         """Whether a value was kept, and is no array of keys."""
         return value in self.values and not is_key(self.values[value].x)
+
+    def is_whole(self, value: int) -> bool:
+        """Whether a value was kept, and is whole numbers."""
+        return self.is_number(value) and numbers(self.values[value].x).dtype.kind in "iu"
 
     def own_lengths(self, node: Node, name: Hashable) -> Iterator[int]:
         """Constants that are the length of a part along a mesh axis; one device has that of the whole."""
@@ -188,6 +202,8 @@ class Comparison:
                 if single is partner:
                     break
                 self._forget(1, single)
+            if partner and node.name == "reshape":
+                self._reblock(node, partner)
             self._relate_results(node, partner)
             self._forget(0, node)
             if partner is not None:
@@ -241,6 +257,26 @@ class Comparison:
                 [self.values[x] for x in node.operands],
                 [self._known[1][x] for x in partner.operands],
             )
+
+    def _reblock(self, node: Node, partner: Node) -> None:
+        """Give one device the numbers of a reshape in the order of the shards' parts.
+
+        Who takes the rows of a step in chunks has the first rows of each shard in the first chunk, and on one
+        device the first rows of all.
+        """
+        (a, *_), (b,) = partner.operands, partner.results
+        whole_x, whole_y = self._known[1][a], self._known[1][b]
+        own_x, own_y = self.values[node.operands[0]].shape, self.values[node.results[0]].shape
+        before, after = _longer(own_x, whole_x.shape), _longer(own_y, whole_y.shape)
+        if before is None or after is None or [*before.values()] != [*after.values()]:
+            return
+        axes = [*zip(before, after, before.values(), strict=True)]
+        joined = _reshaped(whole_x.x.reshape(whole_x.shape), axes, own_y)
+        joined = joined.reshape(whole_y.x.shape)
+        if np.any(numbers(joined) != numbers(whole_y.x)):
+            self.reblocked = True
+            if self._in_blocks:
+                self._known[1][b] = Stacked(joined, whole_y.axes)
 
     def _relate(self, x: int, want: Numbers | None, size: float) -> None:
         value, self.relations[x] = self.values[x], None
@@ -336,6 +372,31 @@ class Comparison:
         return self._is_right_as(known, got.x.dtype) or is_index
 
 
+def _longer(own: Sequence[int], whole_shape: Sequence[int]) -> dict[int, int] | None:
+    """By how many times a whole is longer than a part, for the axes along which it is."""
+    if len(own) != len(whole_shape) or 0 in own:
+        return None
+    longer = {d: n for d, n in enumerate(whole_shape) if n != own[d]}
+    is_whole = all(n % own[d] == 0 for d, n in longer.items())
+    return {d: n // own[d] for d, n in longer.items()} if is_whole else None
+
+
+def _reshaped(x: AnyLeaf, axes: Sequence[tuple[int, int, int]], shape: Sequence[int]) -> AnyLeaf:
+    """An array whose parts along some axes are reshaped, and then joined along others.
+
+    **Arguments:**
+
+    - `axes`: the axis of the parts, the axis along which they are joined, and how many they are.
+    - `shape`: that of a reshaped part.
+    """
+    if not axes:
+        return x.reshape(shape)
+    (before, after, count), *others = axes
+    numpy = numpy_of(x)
+    parts = [_reshaped(part, others, shape) for part in numpy.split(x, count, before)]
+    return numpy.concatenate(parts, after)
+
+
 def compare(
     evaluators: Evaluators,
     scope: MappedAxes,
@@ -350,7 +411,14 @@ def compare(
     """
     comparison = Comparison(evaluators, scope, origins)
     comparison.run(inputs)
-    return comparison
+    if all(comparison.right) or not comparison.reblocked:
+        return comparison
+    # What is computed of each row, or summed over all, is the same in another order.
+    other = Comparison(evaluators, scope, origins, in_blocks=True)
+    other.run(inputs)
+    ends = [[numbers(x.x) for x in each.ends[1]] for each in (comparison, other)]
+    alike = [np.all(distances(a, b) <= tolerated(a, 0.0, 0.0)) for a, b in zip(*ends, strict=True)]
+    return other if all(alike) else comparison
 
 
 def both_traced(mapped: Fun, reference: Fun, call: PyTree) -> tuple[PyTree, list[Trace]]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._program._jaxprs import names_of, nested_equations
 from .._program._lines import SourceLine, lines_of, loops_around
-from .._program._numbers import is_key, numbers
+from .._program._numbers import is_key
 from .._program._stacked import MappedAxes, Stacked
 from .._types import Numbers
 from ._compare import Comparison, right_values
@@ -155,7 +155,7 @@ class Reruns:
                 return "all"
             outcome = "some" if some else outcome
         # Positions in a part, and what is counted or sorted in it, are others than those of one device.
-        is_of_order = all(map(self._is_whole, values)) or self._is_of_order(suspect)
+        is_of_order = all(map(self.comparison.is_whole, values)) or self._is_of_order(suspect)
         if (
             outcome == "none"
             and is_of_order
@@ -185,9 +185,6 @@ class Reruns:
         """Whether the order of a part decides what a line makes."""
         first = [node for node in suspect.nodes if is_first(self.comparison, node)]
         return bool(first) and all(node.name in OF_ORDER for node in first)
-
-    def _is_whole(self, value: int) -> bool:
-        return numbers(self.comparison.values[value].x).dtype.kind in "iu"
 
     def both(self, value: int, change: Change) -> tuple[Numbers, Numbers]:
         """A value, and what becomes of it."""
