@@ -1464,3 +1464,16 @@ def test_the_spec_of_a_state_of_several_arrays() -> None:
     found = located(step, *states, X, in_specs=(None, None, ROWS), out_specs=P())
     assert found.places[0].source == "the spec of args[0]: P('data')"
     assert found.cause == "with P() for args[0], all results are right"
+
+
+def among_all(axis: str, count: int) -> Any:
+    return lax.axis_index(axis) * count + jnp.arange(count)
+
+
+def test_no_cause_is_told_where_another_line_gives_the_axis() -> None:
+    def read(table: Any, x: Any) -> Any:
+        # Only where the programs have other steps are other axes tried.
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        return table[among_all("model", len(x))] * x
+
+    assert located(read, X, X, mesh=GRID, in_specs=(P(), ROWS)).cause is None

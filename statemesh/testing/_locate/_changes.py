@@ -297,10 +297,13 @@ def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) ->
     """The index along another axis, or times the length of a part."""
     (name,), scope = names_of(nodes[0].eqn)[:1], nodes[0].scope
     values = [node.results[0] for node in nodes]
+    # Another line has given an axis that the line does not name.
+    source = suspect.line.source if suspect.line else ""
+    is_named = any(f"{mark}{name}{mark}" in source for mark in ("'", '"'))
     for other, size in scope.sizes.items():
         if other != name and size > 1:
             changes = dict.fromkeys(values, constant(_index(scope, other)))
-            yield 0, changes, f"with jax.lax.axis_index({other!r})"
+            yield 0, changes, f"with jax.lax.axis_index({other!r})" if is_named else ""
     for length in _lengths(comparison) if name in scope.sizes else ():
         yield 1, dict.fromkeys(values, constant(length * _index(scope, name))), ""
 

@@ -73,11 +73,16 @@ def _cost(trial: Trial) -> int | float:
 
 def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> str | None:
     """The change that puts all results right at a line, if every change that does so anywhere is the same."""
-    here = {trial.words for trial in trials if trial.suspect.line == suspect.line}
+    at_line = [trial for trial in trials if trial.suspect.line == suspect.line]
+    here = {trial.words for trial in at_line}
     if len(here) != 1 or {trial.words for trial in trials} != here or "" in here:
         return None
     lines = {trial.suspect.line for trial in trials}
     if any(_may_be_given(comparison, x) for trial in trials for x in trial.changes):
+        return None
+    makers = [comparison.maker.get(x) for trial in at_line for x in trial.changes]
+    if any(node is not None and node.line not in (None, suspect.line) for node in makers):
+        # The line reads what another one has made.
         return None
     for trial in trials:
         if trial.is_added or trial.is_factor:
