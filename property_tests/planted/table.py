@@ -121,14 +121,16 @@ def _lines(outcomes: Sequence[Outcome]) -> str:
 
 
 def _unnamed(outcomes: Sequence[Outcome]) -> str:
-    rows = []
+    by_model: dict[str, list[str]] = {}
     for one, mistake in _by_model(outcomes)[-1][1]:
         lines = named(one.report, mistake)
         if one.result == "found" and not right_lines(mistake).intersection(lines):
             right = " or ".join(map(str, sorted(right_lines(mistake))))
             got = ", ".join(map(str, lines)) or "none"
-            rows.append((mistake.model, mistake.name, mistake.kind, one.task.dtype, right, got))
-    return _rows(("model", "mistake", "kind", "dtype", "right lines", "lines in the report"), rows)
+            text = f"`{mistake.name}` in {one.task.dtype} ({right}: {got})"
+            by_model.setdefault(mistake.model, []).append(text)
+    head = ("model", "mistakes (the right lines: those in the report)")
+    return _rows(head, [(model, "; ".join(each)) for model, each in by_model.items()])
 
 
 def _share(count: int, of: int) -> str:
