@@ -138,10 +138,7 @@ def test_in_right_models_no_line_is_named(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    [model if model in CHEAP else pytest.param(model, marks=pytest.mark.slow) for model in MODELS],
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_numpy_computes_what_the_replay_computes(model: str) -> None:
     case = right_case(model, dtypes_of(model)[0])
     leaves, treedef = jax.tree.flatten((case.args, {}))

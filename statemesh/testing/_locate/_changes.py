@@ -11,7 +11,7 @@ import numpy as np
 
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
-from .._program._lines import SourceLine, line_of_gradient, returns, uses_of
+from .._program._lines import SourceLine, returns, uses_of
 from .._program._literals import COMPARISONS
 from .._program._numbers import numbers
 from .._program._stacked import MappedAxes
@@ -20,7 +20,7 @@ from ._compare import Comparison, right_values
 from ._evaluate import on_all_shards
 from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards, same_as
-from ._suspects import REDUCTIONS, Callers, Suspect, is_first, is_wrong_before
+from ._suspects import REDUCTIONS, Callers, Suspect, by_gradient, is_first, is_wrong_before
 
 
 # Offsets are tried for so many lengths of arrays.
@@ -458,14 +458,9 @@ def of_losses(comparison: Comparison) -> Iterator[Trial]:
 
     A loss that all shards have is a sum of equal shares, where a derivative is summed over them.
     """
-    nodes = comparison.mesh.nodes
-    read_later = {x for node in nodes if not node.transposed for x in node.operands}
-    by_gradient: dict[SourceLine, list[Node]] = {}
-    for node in nodes:
-        asks = line_of_gradient(node.eqn) if node.transposed else None
-        if asks is not None:
-            by_gradient.setdefault(asks, []).append(node)
-    for backward in by_gradient.values():
+    later = [node for node in comparison.mesh.nodes if not node.transposed]
+    read_later = {x for node in later for x in node.operands}
+    for backward in by_gradient(comparison).values():
         line = next((node.line for node in backward if node.line), None)
         come_out = [x for node in backward for x in node.results if x in read_later]
         if line is None or not come_out or not all(map(comparison.is_number, come_out)):

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._program._by_numpy import by_numpy, collects_by_numpy, is_number, operands_for_numpy
 from .._program._collective_rules import RULES, collective
-from .._program._jaxprs import Equation, is_literal, nested_equations
+from .._program._jaxprs import is_literal, nested_equations
 from .._program._literals import Exact
 from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers
@@ -58,9 +58,14 @@ class Evaluator(Replay):
         self.graph, self.wide, self.exact = graph, wide, exact
         if wide:
             self.arithmetic = Promoted(exact)
-        self._stepped = Stepped("locate", graph.jaxpr, exact, _FEW_ROUNDS)
         self._runs: collections.Counter[Node] = collections.Counter()
         self._compiled = functools.lru_cache(_MOST_COMPILED)(self._compile)
+        self._chooses = functools.lru_cache(_MOST_COMPILED)(_chooses)
+
+    @functools.cached_property
+    def _stepped(self) -> Stepped:
+        """What runs loops and branches by NumPy. Few graphs have any."""
+        return Stepped("locate", self.graph.jaxpr, self.exact, _FEW_ROUNDS)
 
     def constants(self) -> Values:
         """Those of the graph."""
@@ -88,7 +93,7 @@ class Evaluator(Replay):
             return [_joined(values[0], node)]
         if self.wide and (node.name == "cond" or self._is_stepped(node)):
             results = self._stepped.alone(node.eqn, [*values], node.scope)
-        elif self.wide and node.name == "scan" and not _chooses(node.eqn):
+        elif self.wide and node.name == "scan" and not self._chooses(node):
             # JAX compiles it once for all reruns, though in each other values differ over shards.
             results = self._compiled(node)([node.scope.spread(x, node.scope.sizes) for x in values])
             return [narrowed(in_numpy(value.x, value.axes)) for value in results]
@@ -124,9 +129,9 @@ def _joined(value: Stacked, node: Node) -> Stacked:
     return node.scope.joined(Stacked(value.x[first], axes), node.spec)
 
 
-def _chooses(eqn: Equation) -> bool:
+def _chooses(node: Node) -> bool:
     """Whether a loop has branches or conditions, which shards with equal values go through together."""
-    return any(x.primitive.name in ("cond", "while") for x in nested_equations(eqn))
+    return any(x.primitive.name in ("cond", "while") for x in nested_equations(node.eqn))
 
 
 def narrowed(value: Stacked) -> Stacked:

@@ -47,6 +47,7 @@ from ._suspects import (
     Suspect,
     call_to_blame,
     is_first,
+    is_multiple,
     of_the_others,
     others,
     suspects_of,
@@ -391,8 +392,7 @@ def _places_at(
 
 def _gives(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:
     """The line that calls the function of a line, where it gives the derivatives that are multiples there."""
-    known = [comparison.relations[x] for x in suspect.values]
-    if not suspect.nodes or not all(each is not None and each.factor != 1 for each in known):
+    if not all(is_multiple(comparison, x) for x in suspect.values):
         return []
     read = {x for node in suspect.nodes for x in node.operands}
     makers = {comparison.maker[x].line for x in read if x in comparison.maker}

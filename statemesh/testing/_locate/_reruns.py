@@ -134,9 +134,7 @@ class Reruns:
 
     def mends(self, changes: ChangesOrNodes) -> bool:
         """Whether a change puts all results right."""
-        if any(self._sources[k].isdisjoint(changes) for k in self._broken):
-            return False
-        return all(right for _, right in self.judged(changes))
+        return self._reaches_all(changes) and all(right for _, right in self.judged(changes))
 
     def try_right(self, suspect: Suspect) -> Outcome | None:
         """What comes of right values at a line; `None` if nobody knows these."""
@@ -150,10 +148,10 @@ class Reruns:
         for k in range(max(map(len, choices))):
             chosen = [choice[min(k, len(choice) - 1)] for choice in choices]
             changes = dict(zip(values, map(constant, chosen), strict=True))
-            some, is_all = self._some_and_all(self.everywhere(suspect.line, changes) or changes)
-            if is_all:
-                return "all"
-            outcome = "some" if some else outcome
+            found = self._outcome(self.everywhere(suspect.line, changes) or changes)
+            if found == "all":
+                return found
+            outcome = found if found == "some" else outcome
         # Positions in a part, and what is counted or sorted in it, are others than those of one device.
         is_of_order = all(map(self.comparison.is_whole, values)) or self._is_of_order(suspect)
         if (
@@ -164,22 +162,20 @@ class Reruns:
             return None
         return outcome
 
-    def _some_and_all(self, changes: Changes) -> tuple[bool, bool]:
-        """Whether some of the wrong results are right with a change, and whether all results are."""
-        found: set[bool] = set()
-        missing = {*self._broken}
+    def _outcome(self, changes: Changes) -> Outcome:
+        """How many of the wrong results are right with a change."""
+        is_all, some = self._reaches_all(changes), False
         for number, is_right in self.judged(changes):
-            # The wrong ones come first: those that were right decide where all of these are.
-            if number in self._broken:
-                found.add(is_right)
-                missing.discard(number)
-            elif False in found or missing:
+            is_all &= is_right
+            some |= is_right and number in self._broken
+            # The wrong ones come first.
+            if not is_all and (some or number not in self._broken):
                 break
-            elif not is_right:
-                return True, False
-            if len(found) == 2:
-                break
-        return True in found, found == {True} and not missing
+        return "all" if is_all else "some" if some else "none"
+
+    def _reaches_all(self, changes: ChangesOrNodes) -> bool:
+        """Whether all wrong results depend on what is changed."""
+        return not any(self._sources[k].isdisjoint(changes) for k in self._broken)
 
     def _is_of_order(self, suspect: Suspect) -> bool:
         """Whether the order of a part decides what a line makes."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from .._program._jaxprs import aligned, names_of
 from .._program._lines import SourceLine, loops_around
-from .._program._numbers import numbers
 from .._types import Numbers
 from ._changes import Trial, moved
 from ._compare import Comparison
@@ -241,7 +240,7 @@ def _of_values_that_move(comparison: Comparison, loop: _Loop) -> Iterator[Trial]
                     place = loop.first(node.results[0]), x
                     reading.setdefault(place, []).append((number, node))
     for (_, x), readers in reading.items():
-        is_index = numbers(comparison.values[x].x).dtype.kind in "iu"
+        is_index = comparison.is_whole(x)
         for shift in (1, -1):
             changes: Changes = {
                 y: _with_moved(comparison, node, k, x, shift * number, at)

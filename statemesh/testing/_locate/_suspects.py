@@ -119,20 +119,31 @@ def _gradients(
     What is missing then stands after the line or is an option of the call, so that no step of the program
     shows it. Parts of a sum are no such evidence: in right programs a later line makes them whole.
     """
-    by_line: dict[SourceLine, dict[int, Node]] = {}
+    found = []
+    for line, nodes in by_gradient(comparison).items():
+        makers = {
+            x: node
+            for node in nodes
+            for x in node.results
+            if x in values and not all(y.transposed for y in readers[x])
+        }
+        if makers and all(is_multiple(comparison, x) for x in makers):
+            suspect = Suspect(line, False, list(makers.values()), list(makers), "derivative")
+            found.append(suspect)
+    return found
+
+
+def by_gradient(comparison: Comparison) -> dict[SourceLine, list[Node]]:
+    """The nodes of derivatives, by the line that asks for them."""
+    found: dict[SourceLine, list[Node]] = {}
     for node in comparison.mesh.nodes:
         line = line_of_gradient(node.eqn) if node.transposed else None
-        come_out = [x for x in node.results if not all(y.transposed for y in readers[x])]
         if line is not None:
-            by_line.setdefault(line, {}).update((x, node) for x in come_out if x in values)
-    return [
-        Suspect(line, False, list(makers.values()), list(makers), "derivative")
-        for line, makers in by_line.items()
-        if makers and all(_is_multiple(comparison, x) for x in makers)
-    ]
+            found.setdefault(line, []).append(node)
+    return found
 
 
-def _is_multiple(comparison: Comparison, value: int) -> bool:
+def is_multiple(comparison: Comparison, value: int) -> bool:
     known = comparison.relations[value]
     return known is not None and known.factor != 1
 
