@@ -164,7 +164,7 @@ def test_what_a_round_of_a_loop_hands_to_the_next_one() -> None:
 
     def own_position(x: Any) -> Any:
         def once(at: Any, _: Any) -> Any:
-            value = lax.psum(x[at].sum(), "data")
+            value = lax.pmean(x[at].sum(), "data")
             return (at + lax.axis_index("data")) % len(x), value  # the own position
 
         return lax.scan(once, 0, None, length=2)[1]

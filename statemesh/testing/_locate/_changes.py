@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from ._compare import Comparison, right_values
 from ._evaluate import on_all_shards
 from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards, same_as
-from ._suspects import REDUCTIONS, Callers, Suspect, by_gradient, is_first, is_wrong_before
+from ._suspects import REDUCTIONS, Suspect, by_gradient, is_first, is_wrong_before
 
 
 # Offsets are tried for so many lengths of arrays.
@@ -67,9 +68,11 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         yield from _reductions_of(comparison, suspect, _of_all_calls(comparison, suspect))
     if suspect.evidence == "first" and not suspect.transposed:
         # The parts of a sum to which the line itself adds what is whole.
-        here = {x for node in suspect.nodes for x in node.results}
-        first = [node for node in suspect.nodes if is_first(comparison, node)]
-        inner = {x for node in first for x in node.operands if x in here}
+        calls = _calls(comparison, suspect.line)
+        here = {x for call in calls for node in call.values() for x in node.results}
+        first = {key for call in calls for key, node in call.items() if is_first(comparison, node)}
+        read = (call[key].operands for call in calls for key in first if key in call)
+        inner = here.intersection(*[itertools.chain(*read)])
         yield from _reductions_of(comparison, suspect, sorted(inner))
 
 
@@ -78,26 +81,27 @@ def _of_all_calls(comparison: Comparison, suspect: Suspect) -> list[int]:
 
     Nobody knows what the others make: they read what the first ones have led to.
     """
-    calls: dict[Callers, dict[Hashable, Node]] = {}
-    for node in comparison.mesh.nodes:
-        if node.line == suspect.line and not node.transposed:
-            call = calls.setdefault(node.callers, {})
-            call[node.name, sum(x.name == node.name for x in call.values())] = node
-    for call in calls.values() if len(calls) > 1 else ():
+    calls = _calls(comparison, suspect.line)
+    for call in calls if len(calls) > 1 else ():
         partial = [
             key
             for key, node in call.items()
             if any(x in suspect.values and _is_partial(comparison, x) for x in node.results)
         ]
         if partial:
-            return [
-                x
-                for one in calls.values()
-                for key in partial
-                if key in one
-                for x in one[key].results
-            ]
+            alike = [one[key] for one in calls for key in partial if key in one]
+            return [x for node in alike for x in node.results]
     return []
+
+
+def _calls(comparison: Comparison, line: SourceLine | None) -> list[dict[Hashable, Node]]:
+    """The nodes of a line in each call of its function, and each round of a loop, by what they are there."""
+    calls: dict[Hashable, dict[Hashable, Node]] = {}
+    for node in comparison.mesh.nodes:
+        if node.line == line and not node.transposed:
+            call = calls.setdefault((node.callers, node.rounds), {})
+            call[node.name, sum(x.name == node.name for x in call.values())] = node
+    return [*calls.values()]
 
 
 def _is_partial(comparison: Comparison, value: int) -> bool:
@@ -108,12 +112,14 @@ def _is_partial(comparison: Comparison, value: int) -> bool:
 def _reductions_of(
     comparison: Comparison, suspect: Suspect, values: Sequence[int]
 ) -> Iterator[Trial]:
-    if not values or not all(map(comparison.differs, values)):
+    is_known = all(comparison.differs(x) and comparison.is_number(x) for x in values)
+    if not values or not is_known:
         return
     arrays, scope = {x: comparison.got(x) for x in values}, comparison.scopes[values[0]]
-    is_float = all(array.dtype.kind in "fc" for array in arrays.values())
-    if not is_float or any(comparison.scopes[x] != scope for x in values):
+    kinds = {array.dtype.kind for array in arrays.values()}
+    if not kinds <= {*"fciu"} or any(comparison.scopes[x] != scope for x in values):
         return
+    is_float = kinds <= {*"fc"}
     # A line with a collective of its own may have the wrong one.
     is_added = not any(node.name in RULES for node in suspect.nodes)
     # What is missing in a derivative stands after it as a rule, where it comes out.
@@ -128,6 +134,8 @@ def _reductions_of(
         # One reduction that is missing is likelier than several.
         of_reduction += 0.25 * (len(arrays) > 1)
         for collective, reduce in _REDUCTIONS.items() if not any(equal) else ():
+            if collective == "pmean" and not is_float:
+                continue
             changes = {x: reduced_by(x, reduce, at) for x in arrays}
             words = f"with jax.lax.{collective}(..., {name!r})"
             # Who reduces along other axes has forgotten this one, unless other calls of the line are right.
@@ -137,7 +145,7 @@ def _reductions_of(
             changes = {x: reduced_by(x, _last, at) for x in arrays}
             words = f"with what the last shard along {name!r} has"
             yield Trial(suspect, changes, cost + 1, words, True)
-        for factor in (float(size), 1 / size) if size > 1 and all(equal) else ():
+        for factor in (float(size), 1 / size) if size > 1 and all(equal) and is_float else ():
             changes = {x: _multiplied(x, factor) for x in arrays}
             scaled = "multiplied" if factor > 1 else "divided"
             words = f"{scaled} by the number of shards, {size},"

@@ -1,5 +1,6 @@
 """The values of a program on a mesh beside those of the program on one device, also inside loops."""
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -18,7 +19,7 @@ from .._program._stacked import MappedAxes, Stacked, names_of_spec, numpy_of
 from .._program._trace import Trace, is_array_or_type, trace_exactly
 from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
 from ._evaluate import Evaluator, Values, in_numpy, on_all_shards
-from ._graph import Node, graph_of, pairs
+from ._graph import Node, graph_of, needed, pairs
 from ._relations import Relation, largest, relation, stride, tolerated, whole
 
 
@@ -146,7 +147,8 @@ class Comparison:
         """
         operand, want = self.mesh.results[number], whole(self.ends[1][number])
         join, value = other or self.maker.get(operand), values[operand]
-        if join is not None and self._has_unequal_copies(join, values[join.operands[0]]):
+        is_join = join is not None and join.kind == "join"
+        if join and is_join and self._has_unequal_copies(join, values[join.operands[0]]):
             return False
         if value.x.dtype != self.ends[1][number].x.dtype:
             return False
@@ -159,6 +161,23 @@ class Comparison:
         unit = self._unit(other)
         known = relation(other, self.wants[value], self.scopes[value], 0.0, unit)
         return known is not None and known.is_plain
+
+    def with_results(self, values: Sequence[int], scope: MappedAxes) -> "Comparison":
+        """The same comparison, of the program that gives these values.
+
+        **Arguments:**
+
+        - `scope`: the mesh axes over which these may differ.
+        """
+        other, graph = copy.copy(self), self.mesh
+        other.mesh = dataclasses.replace(
+            graph, results=tuple(values), nodes=needed(graph.nodes, values)
+        )
+        other.scope = scope
+        wants = [Stacked(self.wants[x]) for x in values]
+        other.ends = [[self.values[x] for x in values], wants]
+        other.right = [not self.is_unrelated(x) for x in values]
+        return other
 
     def _has_unequal_copies(self, node: Node, value: Stacked) -> bool:
         """Whether shards have different values of what is joined, of which a device keeps its own copy."""
@@ -329,6 +348,10 @@ class Comparison:
         def is_same(a: Numbers, b: Numbers) -> bool:
             return a.shape == b.shape and bool(np.all(distances(a, b) <= tolerated(b, 0.0, unit)))
 
+        def is_known(x: int, piece: Numbers) -> bool:
+            is_alike = self.scopes[x] == scope
+            return is_alike and any(is_same(y, piece) for y in right_values(self, x))
+
         for right in right_values(self, result):
             pieces = np.split(right, ends, at)
             same = list(map(is_same, got, pieces))
@@ -336,12 +359,19 @@ class Comparison:
                 # All of them are right, in another order.
                 self.relations.update(dict.fromkeys(operands, Relation()))
                 return
+            if not any(same):
+                # All of them read what is wrong already.
+                same = [is_known(x, piece) for x, piece in zip(operands, pieces, strict=True)]
             if any(same) and not all(same):
-                for x, piece, is_right in zip(operands, pieces, same, strict=True):
+                for x, a, piece, is_right in zip(operands, got, pieces, same, strict=True):
                     known = self.relations[x]
-                    if is_right:
+                    if is_right and is_same(a, piece):
                         self.relations[x] = Relation()
-                    elif self.scopes[x] == scope and (known is None or not known.is_partial):
+                    elif (
+                        not is_right
+                        and self.scopes[x] == scope
+                        and (known is None or not known.is_partial)
+                    ):
                         self.relations[x], self.pieces[x] = None, piece
                 return
 

@@ -21,7 +21,7 @@ from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers
 from .._program._replay import Frame, Replay
 from .._program._stacked import Axes, MappedAxes, Stacked, names_of_spec
-from .._program._stepped import Stepped
+from .._program._stepped import Stepped, entry_of, stacked_rounds
 from .._types import AnyLeaf, Numbers
 from ._graph import Graph, Node
 
@@ -91,6 +91,10 @@ class Evaluator(Replay):
             return [node.scope.split(values[0], node.spec)]
         if node.kind == "join":
             return [_joined(values[0], node)]
+        if node.kind == "entry":
+            return [entry_of(values[0], node.rounds[-1].number)]
+        if node.kind == "stack":
+            return [stacked_rounds(values, node.scope)]
         if self.wide and (node.name == "cond" or self._is_stepped(node)):
             results = self._stepped.alone(node.eqn, [*values], node.scope)
         elif self.wide and node.name == "scan" and not self._chooses(node):

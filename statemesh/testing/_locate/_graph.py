@@ -1,9 +1,9 @@
-"""A traced program as one list of nodes: calls are opened, loops and branches stay single nodes."""
+"""A traced program as one list of nodes: calls and short loops are opened, the others stay single nodes."""
 
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -13,12 +13,14 @@ from .._program._jaxprs import (
     Equation,
     Jaxpr,
     aligned,
+    all_equations,
     called,
     interpreted,
     is_identity,
     new_axes,
     opened,
     operands_of_call,
+    operands_of_loop,
 )
 from .._program._lines import SourceLine, by_statemesh, callers_of, is_transposed, line_of
 from .._program._stacked import MappedAxes, names_of_spec
@@ -27,6 +29,24 @@ from .._program._stacked import MappedAxes, names_of_spec
 # These hand their operand on, besides those that say where a value lies.
 _NAMES = ("name", "copy", "copy_p")
 _WHOLE = PartitionSpec()
+# A loop of more rounds stays one node, and so does one whose rounds have more equations together.
+_MOST_ROUNDS = 16
+_MOST_EQUATIONS = 2_000
+
+
+class Round(NamedTuple):
+    """A round of a loop that was opened.
+
+    **Attributes:**
+
+    - `loop`: the number of the loop in its graph.
+    - `line`: the user's line that runs the loop.
+    - `number`: that of the round.
+    """
+
+    loop: int
+    line: SourceLine | None
+    number: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,8 +55,9 @@ class Node:
 
     **Attributes:**
 
-    - `kind`: an equation that runs, an array that a `shard_map` splits, or parts that it joins.
-    - `eqn`: the equation, or the `shard_map`.
+    - `kind`: an equation that runs, an array that a `shard_map` splits, parts that it joins, an entry of an
+        array that a loop gets in one round, or the entries that it has made, as one array.
+    - `eqn`: the equation, the `shard_map`, or the loop.
     - `operands`, `results`: the numbers of the values that it reads and makes.
     - `scope`: the mesh axes over which it runs.
     - `around`: the mesh axes over which its results may differ: where parts are joined, those around the
@@ -47,9 +68,10 @@ class Node:
     - `caller`: the name of the outermost function of a library that it belongs to.
     - `is_own`: whether the user's code runs it, with no library in between but JAX.
     - `spec`: how an array is split or joined.
+    - `rounds`: those of the opened loops around it, the outermost first.
     """
 
-    kind: Literal["run", "split", "join"]
+    kind: Literal["run", "split", "join", "entry", "stack"]
     eqn: Equation
     operands: tuple[int, ...]
     results: tuple[int, ...]
@@ -61,6 +83,7 @@ class Node:
     caller: str = ""
     is_own: bool = True
     spec: PartitionSpec = _WHOLE
+    rounds: tuple[Round, ...] = ()
 
     @property
     def name(self) -> str:
@@ -118,13 +141,14 @@ def needed(nodes: Sequence[Node], results: Iterable[int]) -> tuple[Node, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Around:
-    """What runs the equations of a jaxpr: the mesh axes, the user's lines, and a function of a library."""
+    """What runs the equations of a jaxpr: mesh axes, lines of the user, a function of a library, loops."""
 
     scope: MappedAxes
     line: SourceLine | None
     callers: tuple[SourceLine, ...] = ()
     transposed: bool = False
     caller: str = ""
+    rounds: tuple[Round, ...] = ()
 
 
 class _Flattening:
@@ -166,14 +190,40 @@ class _Flattening:
         if name in CALLS:
             # Without a line of the user's inside, the call is a library's.
             caller = around.caller or str(eqn.params.get("name", ""))
-            inside = _Around(scope, line or around.line, callers, transposed, caller)
+            inside = _Around(scope, line or around.line, callers, transposed, caller, around.rounds)
             return self.run(called(eqn), operands_of_call(eqn, operands), inside)
+        if name == "scan" and _is_short(eqn):
+            caller = around.caller if line is None else ""
+            inside = _Around(scope, line or around.line, callers, transposed, caller, around.rounds)
+            return self._scan(eqn, operands, inside)
         results = tuple(self.new(len(eqn.outvars)))
         caller = around.caller if line is None else ""
         fields = eqn, tuple(operands), results, scope, scope
         line, is_own = line or around.line, not by_statemesh(eqn)
-        self.nodes.append(Node("run", *fields, line, callers, transposed, caller, is_own))
+        node = Node("run", *fields, line, callers, transposed, caller, is_own, rounds=around.rounds)
+        self.nodes.append(node)
         return results
+
+    def _scan(self, eqn: Equation, operands: Sequence[int], around: _Around) -> list[int]:
+        params, (loop,) = eqn.params, self.new(1)
+        consts, carry, scanned = operands_of_loop(eqn, operands)
+        made: dict[int, Sequence[int]] = {}
+
+        def step(kind: Literal["entry", "stack"], xs: Sequence[int], around: _Around) -> int:
+            results, scope = self.new(1), around.scope
+            fields = eqn, tuple(xs), tuple(results), scope, scope, None, around.callers
+            node = Node(kind, *fields, around.transposed, is_own=False, rounds=around.rounds)
+            self.nodes.append(node)
+            return results[0]
+
+        for k in sorted(range(params["length"]), reverse=params["reverse"]):
+            rounds = (*around.rounds, Round(loop, around.line, k))
+            inside = dataclasses.replace(around, rounds=rounds)
+            entries = [step("entry", [x], inside) for x in scanned]
+            results = self.run(params["jaxpr"], [*consts, *carry, *entries], inside)
+            carry, made[k] = results[: len(carry)], results[len(carry) :]
+        stacked = zip(*(made[k] for k in range(params["length"])), strict=True)
+        return [*carry, *(step("stack", xs, around) for xs in stacked)]
 
     def _shard_map(self, eqn: Equation, operands: Sequence[int], around: _Around) -> list[int]:
         outer, params, transposed = around.scope, eqn.params, is_transposed(eqn)
@@ -191,6 +241,13 @@ class _Flattening:
         inputs = [moved("split", x, s) for x, s in zip(operands, params["in_specs"], strict=True)]
         results = self.run(params["jaxpr"], inputs, dataclasses.replace(around, scope=scope))
         return [moved("join", x, s) for x, s in zip(results, params["out_specs"], strict=True)]
+
+
+def _is_short(eqn: Equation) -> bool:
+    """Whether a loop is opened into its rounds."""
+    length = eqn.params["length"]
+    count = sum(1 for _ in all_equations(opened(eqn.params["jaxpr"])))
+    return 0 < length <= _MOST_ROUNDS and length * count <= _MOST_EQUATIONS
 
 
 def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, Node]:

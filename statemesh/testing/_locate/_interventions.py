@@ -38,17 +38,20 @@ def mending(
     """
     comparison = reruns.comparison
     calls = [call for suspect in suspects for call in of_single_calls(suspect)]
-    # Reductions and rounds are few. Of all else as many are tried as there is time for.
+    # As many are tried as there is time for: reductions first, and after all else the lines that read what is
+    # wrong already.
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
-    trials += [*of_gradients(comparison, suspects), *of_losses(comparison)]
-    more: list[Trial] = []
+    trials += of_gradients(comparison, suspects)
+    # What a round hands on hardly tells a loss from a share of it.
+    trials += of_losses(comparison) if again is not None else ()
+    more, rounds = list[Trial](), list[Trial]()
     if others is not None:
-        trials += of_rounds(comparison)
+        rounds += of_rounds(comparison)
         more += itertools.chain(unreduced(comparison), at_hand(comparison))
         for suspect in (*suspects, *others):
             more += simple_changes(comparison, suspect)
     good, most = [], reruns.nodes_run + MOST_NODES
-    for trial in (*trials, *sorted(more, key=_cost)):
+    for trial in sorted([*trials, *sorted(more, key=_cost), *rounds], key=_is_late):
         if reruns.nodes_run > most:
             break
         if _mends(reruns, trial):
@@ -65,6 +68,11 @@ def _mends(reruns: Reruns, trial: Trial) -> bool:
     """Whether a trial puts all results right, where its line runs in loops too."""
     changes = reruns.everywhere(trial.suspect.line, trial.changes)
     return changes is not None and reruns.mends(changes)
+
+
+def _is_late(trial: Trial) -> bool:
+    """Whether a trial is of a line that reads what is wrong already."""
+    return trial.suspect.evidence == "after"
 
 
 def _cost(trial: Trial) -> int | float:
@@ -116,7 +124,8 @@ def _calls_by_name(line: SourceLine) -> bool:
 def _before(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:
     """The lines before, at which what a change adds can stand as well; a `None` among them is any line."""
     lines: set[SourceLine | None] = {None} if trial.suspect.transposed else set()
-    nodes = trial.suspect.nodes
+    # In the first round of a loop: in the others, all that comes in may be wrong.
+    nodes = list({id(node.eqn): node for node in reversed(trial.suspect.nodes)}.values())
     results_here = {x for node in nodes for x in node.results}
     for x in {x for node in nodes for x in node.operands} - results_here:
         before = comparison.maker.get(x)

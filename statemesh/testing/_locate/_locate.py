@@ -48,6 +48,7 @@ from ._suspects import (
     call_to_blame,
     is_first,
     is_multiple,
+    of_first_wrong_round,
     of_the_others,
     others,
     suspects_of,
@@ -293,33 +294,14 @@ def places(
 
     - `again`: gives the program with other arguments.
     """
-    reruns, suspects = Reruns(comparison), suspects_of(comparison)
-    outcomes: dict[Suspect, Outcome | None] = {}
-    is_done = False
-    for suspect in suspects:
-        # Right values at a line after one that puts everything right would do so too.
-        outcomes[suspect] = None if is_done else reruns.try_right(suspect)
-        is_done |= outcomes[suspect] == "all" and suspect.evidence not in _UNDECIDED
-    lines = [suspect for suspect in suspects if suspect.line]
-    is_sure = comparison.matched and any(
-        outcomes[suspect] == "all"
-        and suspect.evidence in ("first", "reduced")
-        # A simple change of what makes a piece may be the cause.
-        and comparison.pieces.keys().isdisjoint(suspect.values)
-        for suspect in lines
-    )
-    changed = [suspect for suspect in lines if suspect.evidence != "derivative"]
-    trials = mending(reruns, changed, None if is_sure else others(comparison, suspects), again)
-    # The cost of an intervention, the position of its line in the program, and the line. Lines that lead to
-    # no wrong result come last.
-    positions = {suspect: position for position, suspect in enumerate(suspects)}
-    interventions = [(x.cost, positions.get(x.suspect, len(suspects)), x.suspect) for x in trials]
-    for x in lines:
-        evidence = _COST_OF_EVIDENCE[x.evidence] + _COST_OF_DERIVATIVE * x.transposed
-        interventions.append((evidence + _COST_OF_OUTCOME[outcomes[x]], positions[x], x))
-    for cost, position, x in [*interventions]:
-        if x.evidence in _UNDECIDED and (other := of_the_others(comparison, x)):
-            interventions.append((cost - _BEFORE, position, other))
+    search = _search(comparison, again)
+    reruns, suspects, trials = search.reruns, search.suspects, search.trials
+    interventions = [*search.interventions]
+    if not trials and (of_round := of_first_wrong_round(comparison)) is not None:
+        search = _search(of_round)
+        # What puts one round right is less sure than what puts all results right.
+        trials = search.trials
+        interventions += search.interventions
     by_line: dict[SourceLine | None, Suspect] = {}
     ordered = sorted(interventions, key=lambda intervention: intervention[:2])
     for *_, suspect in ordered:
@@ -349,6 +331,55 @@ def places(
         for place in deeper or _places_at(reruns, suspect, trial, incomplete):
             shown.setdefault((place.file, place.line), place)
     return list(shown.values())[:_MOST_PLACES], reason, is_explained
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """What was found by running a program again.
+
+    **Attributes:**
+
+    - `reruns`: what ran it.
+    - `suspects`: the lines that lead to wrong results.
+    - `trials`: the changes that put all results right.
+    - `interventions`: the costs of all interventions, the positions of their lines, and the lines.
+    """
+
+    reruns: Reruns
+    suspects: Sequence[Suspect]
+    trials: Sequence[Trial]
+    interventions: Sequence[tuple[int | float, int, Suspect]]
+
+
+def _search(comparison: Comparison, again: Again | None = None) -> _Search:
+    reruns, suspects = Reruns(comparison), suspects_of(comparison)
+    outcomes: dict[Suspect, Outcome | None] = {}
+    is_done = False
+    for suspect in suspects:
+        # Right values at a line after one that puts everything right would do so too.
+        outcomes[suspect] = None if is_done else reruns.try_right(suspect)
+        is_done |= outcomes[suspect] == "all" and suspect.evidence not in _UNDECIDED
+    lines = [suspect for suspect in suspects if suspect.line]
+    is_sure = comparison.matched and any(
+        outcomes[suspect] == "all"
+        and suspect.evidence in ("first", "reduced")
+        # A simple change of what makes a piece may be the cause.
+        and comparison.pieces.keys().isdisjoint(suspect.values)
+        for suspect in lines
+    )
+    changed = [suspect for suspect in lines if suspect.evidence != "derivative"]
+    trials = mending(reruns, changed, None if is_sure else others(comparison, suspects), again)
+    # The cost of an intervention, the position of its line in the program, and the line. Lines that lead to
+    # no wrong result come last.
+    positions = {suspect: position for position, suspect in enumerate(suspects)}
+    interventions = [(x.cost, positions.get(x.suspect, len(suspects)), x.suspect) for x in trials]
+    for x in lines:
+        evidence = _COST_OF_EVIDENCE[x.evidence] + _COST_OF_DERIVATIVE * x.transposed
+        interventions.append((evidence + _COST_OF_OUTCOME[outcomes[x]], positions[x], x))
+    for cost, position, x in [*interventions]:
+        if x.evidence in _UNDECIDED and (other := of_the_others(comparison, x)):
+            interventions.append((cost - _BEFORE, position, other))
+    return _Search(reruns, suspects, trials, interventions)
 
 
 def _places_at(
@@ -486,4 +517,6 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
         and not trial
     ):
         operation = _LEFT_AS_IT_IS
-    return Place(line.file, line.number, line.source, operation, got, want, shards, note=note)
+    first = differing[0][0] if differing else node
+    step = first.rounds[0].number if first.rounds else None
+    return Place(line.file, line.number, line.source, operation, got, want, shards, step, note)

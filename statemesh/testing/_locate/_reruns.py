@@ -41,12 +41,12 @@ class Change:
 
     - `make`: gives the changed numbers. It may read the value, and what its node reads.
     - `scope`: the mesh axes over which it then may differ, if these are others than before.
-    - `is_of_first`: whether it reads what values were before anything was changed.
+    - `inside`: the nodes for which a value stays what it was. The change reads what they do.
     """
 
     make: Callable[[Read], Numbers]
     scope: MappedAxes | None = None
-    is_of_first: bool = False
+    inside: Collection[Node] = ()
 
     def made(self, read: Read) -> Numbers:
         """The changed numbers; those that overflow are infinite, as on devices."""
@@ -198,6 +198,8 @@ class _Rerun:
         # The values of this run that are others than those of the first, or were not kept.
         self._new: Values = {}
         self._values = collections.ChainMap(self._new, self._comparison.values)
+        # Those that stay for some nodes what they were before a change.
+        self._unchanged: Values = {}
         self._done: set[Node] = set()
         for x in changes.keys() - self._comparison.maker.keys():
             self._change(x)
@@ -227,6 +229,8 @@ class _Rerun:
             self._around.nodes_run += 1
             results = self._results(other or node)
             self._new.update(zip(node.results, results, strict=True))
+        changes = {x: y for x in node.results if isinstance(y := self._changes.get(x), Change)}
+        self._unchanged |= {x: self._values[x] for x, change in changes.items() if change.inside}
         for x in node.results:
             self._change(x)
 
@@ -238,7 +242,7 @@ class _Rerun:
         """The results of a node. Those of a write policy come of the axes along which states differ now."""
         evaluator, makers = self._comparison.evaluators[0], self._comparison.maker
         if node.line is not None or node.is_own or not node.name.startswith(REDUCTIONS):
-            return evaluator.results(node, [self._values[x] for x in node.operands])
+            return evaluator.results(node, [self._value(x, node) for x in node.operands])
         # States of one policy go as one array, though they may differ along other axes now.
         (x,) = node.operands
         together = makers.get(x)
@@ -249,6 +253,12 @@ class _Rerun:
             for y in together.operands
         ]
         return evaluator.results(together, parts)
+
+    def _value(self, x: int, node: Node) -> Stacked:
+        """What a node reads."""
+        change = self._changes.get(x)
+        stays = isinstance(change, Change) and node in change.inside
+        return (self._unchanged if stays else self._values)[x]
 
     def _by_policy(self, node: Node, value: int) -> Node:
         """The reduction of a write policy, over the axes along which a value differs now."""
@@ -265,14 +275,23 @@ class _Rerun:
     def reader(self, scope: MappedAxes) -> Read:
         return _reader(self._values, scope)
 
+    def _reader_inside(self, scope: MappedAxes) -> Read:
+        """What reads the values that stay what they were, also those that are made later."""
+
+        def read(x: int) -> Numbers:
+            self.compute_all(needed(self._comparison.mesh.nodes, [x]))
+            return on_all_shards(self._unchanged.get(x, self._values[x]), scope)
+
+        return read
+
     def _change(self, x: int) -> None:
         """Put what becomes of a value in its place."""
         change = self._changes.get(x)
         if not isinstance(change, Change):
             return
         scope = change.scope or self._comparison.scopes[x]
-        values = self._comparison.values if change.is_of_first else self._values
-        made, old = change.made(_reader(values, scope)), self._values[x]
+        read = self._reader_inside(scope) if change.inside else self.reader(scope)
+        made, old = change.made(read), self._values[x]
         if is_key(old.x):
             impl = jax.random.key_impl(old.x)
             keys = jax.random.wrap_key_data(jnp.asarray(made), impl=impl)
@@ -289,9 +308,9 @@ def constant(array: Numbers) -> Change:
     return Change(lambda read: array)
 
 
-def same_as(value: int, *, is_of_first: bool = False) -> Change:
+def same_as(value: int, inside: Collection[Node] = ()) -> Change:
     """What another value is."""
-    return Change(lambda read: read(value), is_of_first=is_of_first)
+    return Change(lambda read: read(value), inside=inside)
 
 
 def _reader(values: Mapping[int, Stacked], scope: MappedAxes) -> Read:

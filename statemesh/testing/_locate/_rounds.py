@@ -1,4 +1,4 @@
-"""Loops that Python has unrolled: trials with another number of rounds, and with values that go on."""
+"""Loops whose rounds have nodes of their own: trials with other rounds, and with values that go on."""
 
 import collections
 import dataclasses
@@ -24,11 +24,11 @@ _MOST_LOOPS = 8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Loop:
-    """A `for` or `while` statement that was unrolled.
+    """A `for` or `while` statement that was unrolled, or a loop of JAX that was opened.
 
     **Attributes:**
 
-    - `line`: where the statement begins.
+    - `line`: where the statement begins, or what runs the loop.
     - `rounds`: the nodes of each round.
     """
 
@@ -63,31 +63,56 @@ class _Loop:
 
 
 def of_rounds(comparison: Comparison) -> Iterator[Trial]:
-    """Trials for the loops that Python has unrolled into several rounds."""
-    for loop in _loops(comparison):
-        yield from _of_another_length(comparison, loop)
-        yield from _of_values_that_go_on(comparison, loop)
-        yield from _of_values_that_move(comparison, loop)
+    """Trials for the loops of which each round has nodes of its own."""
+    for calls in _loops(comparison):
+        for trials_of in (_of_another_length, _of_values_that_go_on, _of_values_that_move):
+            each = [list(trials_of(comparison, loop)) for loop in calls]
+            if len({*map(len, each)}) == 1:
+                yield from map(_together, zip(*each, strict=True))
+            else:
+                yield from itertools.chain(*each)
 
 
-def _loops(comparison: Comparison) -> list[_Loop]:
+def _together(trials: Sequence[Trial]) -> Trial:
+    """One trial of what changes in each run of a loop."""
+    first = trials[0]
+    nodes = [node for trial in trials for node in trial.suspect.nodes]
+    values = [x for trial in trials for x in trial.suspect.values]
+    changes = dict(collections.ChainMap(*(dict(trial.changes) for trial in trials)))
+    suspect = dataclasses.replace(first.suspect, nodes=nodes, values=values)
+    return dataclasses.replace(first, suspect=suspect, changes=changes)
+
+
+def _loops(comparison: Comparison) -> list[list[_Loop]]:
+    """The runs of each loop."""
     nodes = [node for node in comparison.mesh.nodes if not node.transposed]
+    found = [*_of_python(nodes).items(), *_of_jax(nodes).items()]
+    return [[_Loop(line, rounds) for rounds in runs] for (line, runs) in found if runs][
+        :_MOST_LOOPS
+    ]
+
+
+def _of_python(nodes: Sequence[Node]) -> dict[SourceLine, list[list[list[Node]]]]:
+    """The rounds of each run of the loops that Python has unrolled."""
     # What a function has made that JAX has traced once has the lines of its first call.
-    times = collections.Counter(id(node.eqn) for node in nodes)
-    # For each loop the nodes with the number of the statement in its body; none where that is unknown.
-    by_line: dict[SourceLine, list[tuple[Node, int | None]]] = {}
+    times = collections.Counter((id(node.eqn), node.rounds) for node in nodes)
+    # For each run of a loop the nodes with the number of the statement in its body; none where that is
+    # unknown.
+    by_run: dict[tuple[SourceLine, Hashable], list[tuple[Node, int | None]]] = {}
     # A file is searched once for each of its lines.
     around = functools.cache(loops_around)
     for node in nodes:
-        if times[id(node.eqn)] > 1:
-            for those in by_line.values():
+        if times[id(node.eqn), node.rounds] > 1:
+            for those in by_run.values():
                 those.append((node, None))
         elif node.line is not None:
-            for line in (node.line, *node.callers):
+            lines = (node.line, *node.callers)
+            for k, line in enumerate(lines):
                 for loop, number in around(line).items():
-                    by_line.setdefault(loop, []).append((node, number))
-    found = []
-    for line, numbered in by_line.items():
+                    run = loop, (lines[k + 1 :], node.rounds)
+                    by_run.setdefault(run, []).append((node, number))
+    found: dict[SourceLine, list[list[list[Node]]]] = {}
+    for (line, _), numbered in by_run.items():
         rounds: list[list[Node]] = [[]]
         before = 0
         last = max(k for k, (_, statement) in enumerate(numbered) if statement is not None)
@@ -97,8 +122,22 @@ def _loops(comparison: Comparison) -> list[_Loop]:
             before = before if statement is None else statement
             rounds[-1].append(node)
         if len(rounds) > 1:
-            found.append(_Loop(line, rounds))
-    return found[:_MOST_LOOPS]
+            found.setdefault(line, []).append(rounds)
+    return found
+
+
+def _of_jax(nodes: Sequence[Node]) -> dict[SourceLine, list[list[list[Node]]]]:
+    """The rounds of each run of the loops of JAX that the graph has opened."""
+    by_run: dict[tuple[SourceLine, int], dict[int, list[Node]]] = {}
+    for node in nodes:
+        for loop, line, number in node.rounds:
+            if line is not None:
+                by_run.setdefault((line, loop), {}).setdefault(number, []).append(node)
+    found: dict[SourceLine, list[list[list[Node]]]] = {}
+    for (line, _), rounds in by_run.items():
+        if len(rounds) > 1:
+            found.setdefault(line, []).append([*rounds.values()])
+    return found
 
 
 def _kind(node: Node) -> Hashable:
@@ -111,20 +150,23 @@ def _kind(node: Node) -> Hashable:
 def _of_another_length(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
     """One round more, one less, and none."""
     inside = {*loop.makers.values()}
-    read = {*comparison.mesh.results}
-    read |= {x for node in comparison.mesh.nodes if node not in inside for x in node.operands}
+    readers = [node for node in comparison.mesh.nodes if node not in inside]
+    read = {*comparison.mesh.results, *(x for node in readers for x in node.operands)}
     come_out = sorted({x for node in loop.rounds[-1] for x in node.results} & read)
+    if any(node.kind == "stack" and node.operands[-1] in come_out for node in readers):
+        # An array of what each round makes would have another length too.
+        return
     if not come_out or not all(comparison.is_number(x) for x in come_out):
         return
     suspect = Suspect(loop.line, False, loop.rounds[-1], come_out, "other")
     rounds = _NextRound(comparison, loop)
     if rounds.is_known:
-        yield Trial(suspect, {x: Change(rounds.after(x), is_of_first=True) for x in come_out}, 0)
+        yield Trial(suspect, {x: Change(rounds.after(x), inside=inside) for x in come_out}, 0)
     for of_values in (loop.earlier, {x: _before_all(loop, x) for x in come_out}):
         others = [of_values.get(x) for x in come_out]
         known = [x for x in others if x is not None]
         if len(known) == len(come_out):
-            changes = [same_as(x, is_of_first=True) for x in known]
+            changes = [same_as(x, inside) for x in known]
             yield Trial(suspect, dict(zip(come_out, changes, strict=True)), 0)
 
 
@@ -194,6 +236,8 @@ def _of_values_that_go_on(comparison: Comparison, loop: _Loop) -> Iterator[Trial
     for row in _rows(loop):
         first = row[0]
         for k, x in enumerate(first.operands):
+            if first.kind != "run":
+                continue
             is_alike = str(first.eqn.invars[k].aval) == str(first.eqn.outvars[0].aval)
             stays = all(node.operands[k : k + 1] == (x,) for node in row)
             if is_alike and stays and x not in loop.makers and comparison.is_number(x):

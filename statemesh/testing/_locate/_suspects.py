@@ -12,7 +12,7 @@ from .._program._lines import SourceLine, line_of_gradient
 from .._program._literals import COMPARISONS
 from .._program._numbers import is_inexact
 from ._compare import Comparison, right_values
-from ._graph import Node, needed
+from ._graph import Node, Round, needed
 
 
 # Operations that give for a part what only the part knows: those that count or sort, and those that
@@ -23,7 +23,7 @@ OF_ORDER = (
 )
 _OF_A_PART = (
     *OF_ORDER,
-    *("slice", "dynamic_slice", "concatenate", "pad", "rev", "gather"),
+    *("slice", "dynamic_slice", "concatenate", "pad", "rev", "gather", "entry"),
 )
 
 # These reduce over shards; in checked programs they have longer names.
@@ -72,16 +72,13 @@ class Suspect:
 
 def suspects_of(comparison: Comparison) -> list[Suspect]:
     """The lines that lead to wrong results, in the order of the program; those of derivatives come first."""
-    values = _wrong_values(comparison)
+    values = wrong_values(comparison)
     nodes = [node for node in comparison.mesh.nodes if not values.isdisjoint(node.results)]
     lines = _lines(nodes)
     by_line: dict[tuple[SourceLine | None, bool], list[Node]] = {}
     for node in nodes:
         by_line.setdefault((lines[node], node.transposed), []).append(node)
-    readers: dict[int, set[Node]] = collections.defaultdict(set)
-    for node in comparison.mesh.nodes:
-        for x in node.operands:
-            readers[x].add(node)
+    readers = readers_of(comparison)
     suspects, ends = [], {*comparison.mesh.results}
     for (line, transposed), group in by_line.items():
         results_here = values.intersection(x for node in group for x in node.results)
@@ -148,7 +145,45 @@ def is_multiple(comparison: Comparison, value: int) -> bool:
     return known is not None and known.factor != 1
 
 
-def _wrong_values(comparison: Comparison) -> set[int]:
+def readers_of(comparison: Comparison) -> dict[int, set[Node]]:
+    """The nodes that read each value."""
+    readers: dict[int, set[Node]] = collections.defaultdict(set)
+    for node in comparison.mesh.nodes:
+        for x in node.operands:
+            readers[x].add(node)
+    return readers
+
+
+def of_first_wrong_round(comparison: Comparison) -> Comparison | None:
+    """The program up to the first round of an opened loop that hands on something wrong, as its results.
+
+    Where rounds have led from one wrong value to the next, hardly anything puts the results of the program
+    right, or all that one can say of a line is that it comes after something wrong. There is no such round
+    where something wrong comes into it from outside.
+    """
+    wrong, readers = wrong_values(comparison), readers_of(comparison)
+    ends, by_round = {*comparison.mesh.results}, dict[tuple[Round, ...], set[Node]]()
+    # By the ends of rounds. One ends before another that it is a part of.
+    for node in reversed(comparison.mesh.nodes):
+        for depth in range(1, len(node.rounds) + 1):
+            by_round.setdefault(node.rounds[:depth], set()).add(node)
+    for inside in reversed(by_round.values()):
+        made = {x for node in inside for x in node.results}
+        if not wrong.isdisjoint(
+            {x for node in inside for x in node.operands} - made - comparison.indices
+        ):
+            return None
+        handed_on = [
+            x
+            for x in sorted(made & comparison.wants.keys())
+            if comparison.is_number(x) and (x in ends or not readers[x] <= inside)
+        ]
+        if any(x in wrong and comparison.is_unrelated(x) for x in handed_on):
+            return comparison.with_results(handed_on, next(iter(inside)).scope)
+    return None
+
+
+def wrong_values(comparison: Comparison) -> set[int]:
     """The values that lead to wrong results and are more than the parts of those of one device."""
     values: set[int] = set()
     ends = zip(comparison.mesh.results, comparison.right, strict=True)
@@ -236,13 +271,13 @@ def call_to_blame(comparison: Comparison, suspect: Suspect) -> SourceLine | None
         for node in comparison.mesh.nodes
         if node.line == suspect.line and node.transposed == suspect.transposed
     ]
-    read_here = {x for node in alike for x in node.operands}
+    read_here, leads = {x for node in alike for x in node.operands}, wrong_values(comparison)
     wrong = [node.callers for node in suspect.nodes]
     # What these hand on leads to no wrong result, and is more than the parts of one device's.
     right = {
         node.callers
         for node in alike
-        if node not in suspect.nodes
+        if leads.isdisjoint(node.results)
         and any(comparison.differs(x) and x not in read_here for x in node.results)
     } - {*wrong}
     return _call_alone(wrong[-1], right)
@@ -253,7 +288,7 @@ def of_the_others(comparison: Comparison, suspect: Suspect) -> Suspect | None:
 
     Who makes all gradients means there and forgets one has made the mistake there.
     """
-    wrong, made = _wrong_values(comparison), set[int]()
+    wrong, made = wrong_values(comparison), set[int]()
     of_derivative = suspect.evidence == "derivative"
     # In another call of its function a line has other readers.
     callers = {node.callers for node in suspect.nodes}

@@ -114,12 +114,12 @@ class Stepped(Replay):
         params, rounds = eqn.params, list[Sequence[Stacked]]()
         consts, carry, scanned = operands_of_loop(eqn, values)
         for k in sorted(range(params["length"]), reverse=params["reverse"]):
-            slices = [_at(value, k) for value in scanned]
+            slices = [entry_of(value, k) for value in scanned]
             results = self.run(params["jaxpr"], [*consts, *carry, *slices], frame)
             carry = results[: len(carry)]
             rounds.append(results[len(carry) :])
         rounds = rounds[::-1] if params["reverse"] else rounds
-        return [*carry, *(_of_rounds(each, frame.scope) for each in zip(*rounds, strict=True))]
+        return [*carry, *(stacked_rounds(each, frame.scope) for each in zip(*rounds, strict=True))]
 
     def _by_numpy(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked] | None:
         name, scope = eqn.primitive.name, frame.scope
@@ -294,12 +294,12 @@ def _one_number(x: AnyLeaf) -> int | None:
     return int(x.flat[0]) if x.size and (x == x.flat[0]).all() else None
 
 
-def _at(value: Stacked, k: int) -> Stacked:
+def entry_of(value: Stacked, k: int) -> Stacked:
     """An entry along the first axis of the value of one shard."""
     return Stacked(value.x[(*[slice(None)] * len(value.axes), k)], value.axes)
 
 
-def _of_rounds(each: Sequence[Stacked], scope: MappedAxes) -> Stacked:
+def stacked_rounds(each: Sequence[Stacked], scope: MappedAxes) -> Stacked:
     """The entries of all rounds, which may differ along other axes in each."""
     axes = scope.union(each)
     arrays = [scope.spread(value, axes).x for value in each]
