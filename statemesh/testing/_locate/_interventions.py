@@ -1,7 +1,6 @@
 """Which changes of lines put all results right, and whether they tell the cause."""
 
 import builtins
-import itertools
 import re
 from collections.abc import Sequence
 
@@ -44,14 +43,14 @@ def mending(
     trials += of_gradients(comparison, suspects)
     # What a round hands on hardly tells a loss from a share of it.
     trials += of_losses(comparison) if again is not None else ()
-    more, rounds = list[Trial](), list[Trial]()
+    rest: list[Trial] = []
     if others is not None:
-        rounds += of_rounds(comparison)
-        more += itertools.chain(unreduced(comparison), at_hand(comparison))
-        for suspect in (*suspects, *others):
-            more += simple_changes(comparison, suspect)
+        more = [*unreduced(comparison), *at_hand(comparison)]
+        more += (x for suspect in suspects for x in simple_changes(comparison, suspect))
+        trials += [*sorted(more, key=_cost), *of_rounds(comparison)]
+        rest += (x for suspect in others for x in simple_changes(comparison, suspect))
     good, most = [], reruns.nodes_run + MOST_NODES
-    for trial in sorted([*trials, *sorted(more, key=_cost), *rounds], key=_is_late):
+    for trial in (*sorted(trials, key=_is_late), *sorted(rest, key=_cost)):
         if reruns.nodes_run > most:
             break
         if _mends(reruns, trial):
