@@ -1092,6 +1092,54 @@ def numbered_in_rounds(x: Any) -> Any:
     return total
 
 
+def rolled(x: Any, rounds: int, mistake: str = "") -> Any:
+    n, me, stays = lax.axis_size("data"), lax.axis_index("data"), x * x
+
+    def once(k: Any, carry: Any) -> Any:
+        total, moved, partner = carry
+        owner = me if mistake == "number" else (me - k) % n
+        rows = len(moved) * owner + jnp.arange(len(moved))  # its own in a rolled loop
+        total = total + rows @ (jnp.tanh(moved) * partner)
+        onward = [(i, (i + 1) % n) for i in range(n)]
+        if mistake == "partner":
+            return total, lax.ppermute(moved, "data", onward), partner  # one of two, rolled
+        return total, *lax.ppermute((moved, partner), "data", onward)
+
+    return lax.fori_loop(0, rounds, once, (0 * x[0], x, stays))[0]  # rounds of a rolled loop
+
+
+def rolled_short(x: Any) -> Any:
+    return rolled(x, max(lax.axis_size("data") - 1, 1))
+
+
+def rolled_short_in_all_layers(x: Any) -> Any:
+    """What comes out of a loop leads to what comes into the next one."""
+
+    def layer(x: Any, _: Any) -> Any:
+        return x + jnp.tanh(rolled_short(x)), None
+
+    x = layer(x, None)[0]
+    return lax.psum(lax.scan(layer, x, None, length=2)[0].sum(0), "data")
+
+
+def rolled_with_own_numbers(x: Any) -> Any:
+    return rolled(x, lax.axis_size("data"), "number")
+
+
+def rolled_apart(x: Any) -> Any:
+    return rolled(x, lax.axis_size("data"), "partner")
+
+
+def counted_rows(x: Any) -> Any:
+    """Each round reads what the round before has led to."""
+
+    def once(x: Any, _: Any) -> Any:
+        total, count = x.sum(), (x > 0).sum()  # a number and a whole number
+        return jnp.sin(3 * x * total / (1 + count)), None
+
+    return lax.scan(once, x, None, length=4)[0]
+
+
 def small_everywhere(x: Any) -> Any:
     own = (jnp.abs(x) < 1.5).all()
     everywhere = lax.pmax(own.astype("int32"), "data") > 0  # somewhere
@@ -1174,6 +1222,10 @@ OF_ALL_SHARDS = {
     no_round_on_one_device,
     paired,
     numbered_in_rounds,
+    rolled_short,
+    rolled_short_in_all_layers,
+    rolled_with_own_numbers,
+    rolled_apart,
 }
 
 
@@ -1191,6 +1243,11 @@ OF_ALL_SHARDS = {
         (no_round_on_one_device, "another number of rounds"),
         (paired, "one of two"),
         (numbered_in_rounds, "always its own number"),
+        (rolled_short, "rounds of a rolled loop"),
+        (rolled_short_in_all_layers, "rounds of a rolled loop"),
+        (rolled_with_own_numbers, "its own in a rolled loop"),
+        (rolled_apart, "one of two, rolled"),
+        (counted_rows, "a number and a whole number"),
         (small_everywhere, "somewhere"),
         (in_its_own_dtype, "narrowed"),
         (numbered, "times the shards"),
