@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -69,10 +68,15 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     if suspect.evidence == "first" and not suspect.transposed:
         # The parts of a sum to which the line itself adds what is whole.
         calls = _calls(comparison, suspect.line)
-        here = {x for call in calls for node in call.values() for x in node.results}
-        first = {key for call in calls for key, node in call.items() if is_first(comparison, node)}
-        read = (call[key].operands for call in calls for key in first if key in call)
-        inner = here.intersection(*[itertools.chain(*read)])
+        here = {x for node in suspect.nodes for x in node.results}
+        read = {
+            (key, k)
+            for call in calls
+            for key, node in call.items()
+            for k, x in enumerate(node.operands)
+            if x in here and is_first(comparison, node)
+        }
+        inner = {call[key].operands[k] for call in calls for key, k in read if key in call}
         yield from _reductions_of(comparison, suspect, sorted(inner))
 
 

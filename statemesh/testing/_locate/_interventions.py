@@ -37,8 +37,7 @@ def mending(
     """
     comparison = reruns.comparison
     calls = [call for suspect in suspects for call in of_single_calls(suspect)]
-    # As many are tried as there is time for: reductions first, and after all else the lines that read what is
-    # wrong already.
+    # As many of each kind are tried as there is time for, reductions first.
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
     trials += of_gradients(comparison, suspects)
     # What a round hands on hardly tells a loss from a share of it.
@@ -49,12 +48,15 @@ def mending(
         more += (x for suspect in suspects for x in simple_changes(comparison, suspect))
         trials += [*sorted(more, key=_cost), *of_rounds(comparison)]
         rest += (x for suspect in others for x in simple_changes(comparison, suspect))
-    good, most = [], reruns.nodes_run + MOST_NODES
-    for trial in (*sorted(trials, key=_is_late), *sorted(rest, key=_cost)):
-        if reruns.nodes_run > most:
-            break
-        if _mends(reruns, trial):
-            good.append(trial)
+    early, late = [x for x in trials if not _is_late(x)], [x for x in trials if _is_late(x)]
+    good = []
+    for some in (early, sorted(rest, key=_cost), late):
+        most = reruns.nodes_run + MOST_NODES
+        for trial in some:
+            if reruns.nodes_run > most:
+                break
+            if _mends(reruns, trial):
+                good.append(trial)
     good.sort(key=_cost)
     return [
         trial
