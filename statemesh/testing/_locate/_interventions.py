@@ -133,7 +133,7 @@ def _before(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:
         if before is not None and before.transposed:
             # What is missing or too much may as well be in the loss.
             lines.add(None)
-        elif before is not None and not comparison.is_plain(x):
+        elif before and not comparison.is_plain(x) and x not in comparison.indices:
             lines.add(before.line)
     return lines
 
