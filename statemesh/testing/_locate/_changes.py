@@ -287,22 +287,31 @@ def _other_reductions(comparison: Comparison, suspect: Suspect, nodes: Sequence[
 
 
 def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:
-    """A move to the next shard or the one before, and none."""
+    """A move to the next shard or the one before, round the ring or up to its end, and none."""
     names, sizes = names_of(nodes[0].eqn), nodes[0].scope.sizes
     if len(names) != 1 or names[0] not in sizes:
         return
     at = list(sizes).index(names[0])
     for shift, move in _SHIFTS.items():
-        changes = {
-            x: moved(source, at, shift)
-            for node in nodes
-            for x, source in zip(node.results, node.operands, strict=True)
-        }
-        yield 0, changes, f"with {move} along {names[0]!r}"
+        for is_open in (False, True) if shift else (False,):
+            changes = {
+                x: moved(source, at, shift, is_open=is_open)
+                for node in nodes
+                for x, source in zip(node.results, node.operands, strict=True)
+            }
+            yield 0, changes, f"with {move} along {names[0]!r}"
 
 
-def moved(source: int, at: int, shift: int) -> Change:
-    return Change(lambda read: np.roll(read(source), shift, at))
+def moved(source: int, at: int, shift: int, *, is_open: bool = False) -> Change:
+    """What the shard before has; in an open move, zeros on the shard that has none before it."""
+
+    def make(read: Read) -> Numbers:
+        array = np.roll(read(source), shift, at)
+        if is_open:
+            array[(*[slice(None)] * at, 0 if shift > 0 else -1)] = 0
+        return array
+
+    return Change(make)
 
 
 def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Changed:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .._program._lines import SourceLine
 from ._changes import Trial, at_hand, of_gradients, of_losses, reductions, simple_changes, unreduced
 from ._compare import Comparison
+from ._graph import Node
 from ._reruns import MOST_NODES, Again, Reruns, runs_of
 from ._rounds import of_rounds
 from ._suspects import Suspect, of_single_calls
@@ -89,7 +90,7 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     lines = {trial.suspect.line for trial in trials}
     if any(_may_be_given(comparison, x) for trial in trials for x in trial.changes):
         return None
-    makers = [comparison.maker.get(x) for trial in at_line for x in trial.changes]
+    makers = [_maker(comparison, x) for trial in at_line for x in _numbers_of(comparison, trial)]
     if any(node is not None and node.line not in (None, suspect.line) for node in makers):
         # The line reads what another one has made.
         return None
@@ -105,6 +106,23 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     told = next((x.here for x in trials if x.here and not others), here.pop())
     more = [str(line.number) if line.file == first.file else str(line) for line in others]
     return f"{told} at {' or '.join([str(first), *more])}, all results are right"
+
+
+def _numbers_of(comparison: Comparison, trial: Trial) -> set[int]:
+    """What a trial changes, and the whole numbers of which its line makes whole numbers that it changes."""
+    values = {x for x in trial.changes if comparison.is_whole(x)}
+    for node in reversed(comparison.mesh.nodes):
+        if node.line == trial.suspect.line and not values.isdisjoint(node.results):
+            values.update(filter(comparison.is_whole, node.operands))
+    return values | trial.changes.keys()
+
+
+def _maker(comparison: Comparison, value: int) -> Node | None:
+    """What makes a value, or the array of which it is an entry."""
+    maker = comparison.maker.get(value)
+    while maker is not None and maker.kind == "entry":
+        maker = comparison.maker.get(maker.operands[0])
+    return maker
 
 
 def _may_be_given(comparison: Comparison, value: int) -> bool:
