@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh.testing import Located, assert_equivalent, locate
+from statemesh.testing import Located, Place, assert_equivalent, locate
 from statemesh.testing._locate import _compare, _locate
 from statemesh.testing._locate._locate import located_or_why
 from statemesh.testing._locate._suspects import is_first
@@ -94,6 +94,11 @@ def by_the_size(x: Any) -> Any:
 def test_a_sum_instead_of_a_mean_and_the_other_way_round(fun: Any, line: str, told: str) -> None:
     at = f"at test_locate.py:{line_with(line)}"
     assert located(fun).cause == f"{told} {at}, all results are right"
+
+
+def test_a_place_whose_right_values_are_not_known() -> None:
+    place = Place("a.py", 7, "x = y", "`lt`", got="", want="", shards="")
+    assert str(place) == "a.py:7: x = y\n    `lt`: what shards should have here is not known"
 
 
 def test_where_nothing_is_wrong() -> None:

@@ -13,6 +13,9 @@ from ._graph import Node
 from ._relations import Relation
 
 
+_NOT_KNOWN = "what shards should have here is not known"
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """A line at which shards stop having what one device has.
@@ -22,7 +25,7 @@ class Place:
     - `file`, `line`, `source`: the line, and its text. Where no line of the user's makes a result, the source
         is the path of the result, its write policy or a spec, and the others are empty.
     - `operation`: what it computes there.
-    - `got`: what some shards have where they are most off.
+    - `got`: what some shards have where they are most off; empty where nobody knows what they should have.
     - `want`: what they should have.
     - `shards`: which shards these are.
     - `step`: inside a loop the number of the first round in which it happens.
@@ -59,7 +62,8 @@ class Place:
 
     def __str__(self) -> str:
         at = f", first in round {self.step} of the loop" if self.step is not None else ""
-        what = f"{self.operation}{at}: {self.got}, and should be {self.want}"
+        numbers = f"{self.got}, and should be {self.want}" if self.got else _NOT_KNOWN
+        what = f"{self.operation}{at}: {numbers}"
         return f"{self.where}\n    {what}"
 
     @property
