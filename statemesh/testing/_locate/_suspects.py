@@ -80,13 +80,15 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
         by_line.setdefault((lines[node], node.transposed), []).append(node)
     readers = readers_of(comparison)
     suspects, ends = [], {*comparison.mesh.results}
+    after = _after_wrong_rounds(comparison, values)
     for (line, transposed), group in by_line.items():
         results_here = values.intersection(x for node in group for x in node.results)
         handed_on = sorted(x for x in results_here if x in ends or not readers[x] <= {*group})
         if line is not None and not transposed:
             # A line that runs outside of a loop too has made what comes in.
             handed_on += [x for x in values if comparison.origins.get(x) == line]
-        evidence = _evidence(comparison, group, handed_on)
+        # What a round makes of what came in wrong may look as if it were the first.
+        evidence = _evidence(comparison, [x for x in group if x not in after], handed_on)
         if evidence in ("first", "unshaped") and (call := _wrong_call(comparison, group)):
             line, evidence = call, "first"
         suspects.append(Suspect(line, transposed, group, handed_on, evidence))
@@ -155,32 +157,49 @@ def readers_of(comparison: Comparison) -> dict[int, set[Node]]:
 
 
 def of_first_wrong_round(comparison: Comparison) -> Comparison | None:
-    """The program up to the first round of an opened loop that hands on something wrong, as its results.
+    """The program up to the first round of an opened loop that makes something wrong of what is right.
 
-    Where rounds have led from one wrong value to the next, hardly anything puts the results of the program
-    right, or all that one can say of a line is that it comes after something wrong. There is no such round
-    where something wrong comes into it from outside.
+    Its results are what that round hands on. Where rounds have led from one wrong value to the next, hardly
+    anything puts the results of the program right, or all that one can say of a line is that it comes after
+    something wrong.
     """
-    wrong, readers = wrong_values(comparison), readers_of(comparison)
-    ends, by_round = {*comparison.mesh.results}, dict[tuple[Round, ...], set[Node]]()
-    # By the ends of rounds. One ends before another that it is a part of.
+    wrong = wrong_values(comparison)
+    for _, inside, handed_on in _rounds(comparison):
+        made = {x for node in inside for x in node.results}
+        read = wrong & {x for node in inside for x in node.operands} - made
+        # A loop may read the numbers of a shard's own rows, which are as they should be.
+        if not all(x in comparison.indices or comparison.is_whole(x) for x in read):
+            continue
+        known = [x for x in handed_on if comparison.is_number(x) and x in comparison.wants]
+        if any(x in wrong and comparison.is_unrelated(x) for x in known):
+            return comparison.with_results(known, next(iter(inside)).scope)
+    return None
+
+
+def _rounds(comparison: Comparison) -> Iterator[tuple[int, set[Node], list[int]]]:
+    """The rounds of opened loops, by where they end: the loop, the nodes, and the values handed on.
+
+    A round ends before another that it is a part of.
+    """
+    readers, ends = readers_of(comparison), {*comparison.mesh.results}
+    by_round: dict[tuple[Round, ...], set[Node]] = {}
     for node in reversed(comparison.mesh.nodes):
         for depth in range(1, len(node.rounds) + 1):
             by_round.setdefault(node.rounds[:depth], set()).add(node)
-    for inside in reversed(by_round.values()):
-        made = {x for node in inside for x in node.results}
-        if not wrong.isdisjoint(
-            {x for node in inside for x in node.operands} - made - comparison.indices
-        ):
-            return None
-        handed_on = [
-            x
-            for x in sorted(made & comparison.wants.keys())
-            if comparison.is_number(x) and (x in ends or not readers[x] <= inside)
-        ]
-        if any(x in wrong and comparison.is_unrelated(x) for x in handed_on):
-            return comparison.with_results(handed_on, next(iter(inside)).scope)
-    return None
+    for rounds, inside in reversed(by_round.items()):
+        made = sorted(x for node in inside for x in node.results)
+        yield rounds[-1].loop, inside, [x for x in made if x in ends or not readers[x] <= inside]
+
+
+def _after_wrong_rounds(comparison: Comparison, wrong: Collection[int]) -> set[Node]:
+    """The nodes of rounds that come after one that hands on something wrong."""
+    loops, after = set[int](), set[Node]()
+    for loop, inside, handed_on in _rounds(comparison):
+        if loop in loops:
+            after |= inside
+        elif any(x in wrong and comparison.is_unrelated(x) for x in handed_on):
+            loops.add(loop)
+    return after
 
 
 def wrong_values(comparison: Comparison) -> set[int]:
