@@ -147,8 +147,11 @@ class Comparison:
         """
         operand, want = self.mesh.results[number], whole(self.ends[1][number])
         join, value = other or self.maker.get(operand), values[operand]
-        is_join = join is not None and join.kind == "join"
-        if join and is_join and self._has_unequal_copies(join, values[join.operands[0]]):
+        if (
+            join is not None
+            and join.kind == "join"
+            and self._has_unequal_copies(join, values[join.operands[0]])
+        ):
             return False
         if value.x.dtype != self.ends[1][number].x.dtype:
             return False

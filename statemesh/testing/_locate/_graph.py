@@ -190,18 +190,17 @@ class _Flattening:
         if name in CALLS:
             # Without a line of the user's inside, the call is a library's.
             caller = around.caller or str(eqn.params.get("name", ""))
-            inside = _Around(scope, line or around.line, callers, transposed, caller, around.rounds)
+        else:
+            caller = around.caller if line is None else ""
+        known = line or around.line
+        inside = _Around(scope, known, callers, transposed, caller, around.rounds)
+        if name in CALLS:
             return self.run(called(eqn), operands_of_call(eqn, operands), inside)
         if name == "scan" and _is_short(eqn):
-            caller = around.caller if line is None else ""
-            inside = _Around(scope, line or around.line, callers, transposed, caller, around.rounds)
             return self._scan(eqn, operands, inside)
-        results = tuple(self.new(len(eqn.outvars)))
-        caller = around.caller if line is None else ""
-        fields = eqn, tuple(operands), results, scope, scope
-        line, is_own = line or around.line, not by_statemesh(eqn)
-        node = Node("run", *fields, line, callers, transposed, caller, is_own, rounds=around.rounds)
-        self.nodes.append(node)
+        results, is_own = tuple(self.new(len(eqn.outvars))), not by_statemesh(eqn)
+        fields = eqn, tuple(operands), results, scope, scope, known, callers, transposed, caller
+        self.nodes.append(Node("run", *fields, is_own, rounds=around.rounds))
         return results
 
     def _scan(self, eqn: Equation, operands: Sequence[int], around: _Around) -> list[int]:

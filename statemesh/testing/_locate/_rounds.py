@@ -87,9 +87,7 @@ def _loops(comparison: Comparison) -> list[list[_Loop]]:
     """The runs of each loop."""
     nodes = [node for node in comparison.mesh.nodes if not node.transposed]
     found = [*_of_python(nodes).items(), *_of_jax(nodes).items()]
-    return [[_Loop(line, rounds) for rounds in runs] for (line, runs) in found if runs][
-        :_MOST_LOOPS
-    ]
+    return [[_Loop(line, rounds) for rounds in runs] for line, runs in found[:_MOST_LOOPS]]
 
 
 def _of_python(nodes: Sequence[Node]) -> dict[SourceLine, list[list[list[Node]]]]:
@@ -235,9 +233,7 @@ def _of_values_that_go_on(comparison: Comparison, loop: _Loop) -> Iterator[Trial
     """What a line made in the round before, in the place of what comes in from outside in each round."""
     for row in _rows(loop):
         first = row[0]
-        for k, x in enumerate(first.operands):
-            if first.kind != "run":
-                continue
+        for k, x in enumerate(first.operands if first.kind == "run" else ()):
             is_alike = str(first.eqn.invars[k].aval) == str(first.eqn.outvars[0].aval)
             stays = all(node.operands[k : k + 1] == (x,) for node in row)
             if is_alike and stays and x not in loop.makers and comparison.is_number(x):

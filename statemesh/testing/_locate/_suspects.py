@@ -72,15 +72,15 @@ class Suspect:
 
 def suspects_of(comparison: Comparison) -> list[Suspect]:
     """The lines that lead to wrong results, in the order of the program; those of derivatives come first."""
-    values = wrong_values(comparison)
+    values = _wrong_values(comparison)
     nodes = [node for node in comparison.mesh.nodes if not values.isdisjoint(node.results)]
     lines = _lines(nodes)
     by_line: dict[tuple[SourceLine | None, bool], list[Node]] = {}
     for node in nodes:
         by_line.setdefault((lines[node], node.transposed), []).append(node)
-    readers = readers_of(comparison)
+    readers = _readers_of(comparison)
     suspects, ends = [], {*comparison.mesh.results}
-    after = _after_wrong_rounds(comparison, values)
+    after = _after_wrong_rounds(comparison, values, readers)
     for (line, transposed), group in by_line.items():
         results_here = values.intersection(x for node in group for x in node.results)
         handed_on = sorted(x for x in results_here if x in ends or not readers[x] <= {*group})
@@ -147,7 +147,7 @@ def is_multiple(comparison: Comparison, value: int) -> bool:
     return known is not None and known.factor != 1
 
 
-def readers_of(comparison: Comparison) -> dict[int, set[Node]]:
+def _readers_of(comparison: Comparison) -> dict[int, set[Node]]:
     """The nodes that read each value."""
     readers: dict[int, set[Node]] = collections.defaultdict(set)
     for node in comparison.mesh.nodes:
@@ -163,8 +163,8 @@ def of_first_wrong_round(comparison: Comparison) -> Comparison | None:
     anything puts the results of the program right, or all that one can say of a line is that it comes after
     something wrong.
     """
-    wrong = wrong_values(comparison)
-    for _, inside, handed_on in _rounds(comparison):
+    wrong = _wrong_values(comparison)
+    for _, inside, handed_on in _rounds(comparison, _readers_of(comparison)):
         made = {x for node in inside for x in node.results}
         read = wrong & {x for node in inside for x in node.operands} - made
         # A loop may read the numbers of a shard's own rows, which are as they should be.
@@ -176,13 +176,14 @@ def of_first_wrong_round(comparison: Comparison) -> Comparison | None:
     return None
 
 
-def _rounds(comparison: Comparison) -> Iterator[tuple[int, set[Node], list[int]]]:
+def _rounds(
+    comparison: Comparison, readers: Mapping[int, set[Node]]
+) -> Iterator[tuple[int, set[Node], list[int]]]:
     """The rounds of opened loops, by where they end: the loop, the nodes, and the values handed on.
 
     A round ends before another that it is a part of.
     """
-    readers, ends = readers_of(comparison), {*comparison.mesh.results}
-    by_round: dict[tuple[Round, ...], set[Node]] = {}
+    ends, by_round = {*comparison.mesh.results}, dict[tuple[Round, ...], set[Node]]()
     for node in reversed(comparison.mesh.nodes):
         for depth in range(1, len(node.rounds) + 1):
             by_round.setdefault(node.rounds[:depth], set()).add(node)
@@ -191,10 +192,12 @@ def _rounds(comparison: Comparison) -> Iterator[tuple[int, set[Node], list[int]]
         yield rounds[-1].loop, inside, [x for x in made if x in ends or not readers[x] <= inside]
 
 
-def _after_wrong_rounds(comparison: Comparison, wrong: Collection[int]) -> set[Node]:
+def _after_wrong_rounds(
+    comparison: Comparison, wrong: Collection[int], readers: Mapping[int, set[Node]]
+) -> set[Node]:
     """The nodes of rounds that come after one that hands on something wrong."""
     loops, after = set[int](), set[Node]()
-    for loop, inside, handed_on in _rounds(comparison):
+    for loop, inside, handed_on in _rounds(comparison, readers):
         if loop in loops:
             after |= inside
         elif any(x in wrong and comparison.is_unrelated(x) for x in handed_on):
@@ -202,7 +205,7 @@ def _after_wrong_rounds(comparison: Comparison, wrong: Collection[int]) -> set[N
     return after
 
 
-def wrong_values(comparison: Comparison) -> set[int]:
+def _wrong_values(comparison: Comparison) -> set[int]:
     """The values that lead to wrong results and are more than the parts of those of one device."""
     values: set[int] = set()
     ends = zip(comparison.mesh.results, comparison.right, strict=True)
@@ -290,7 +293,7 @@ def call_to_blame(comparison: Comparison, suspect: Suspect) -> SourceLine | None
         for node in comparison.mesh.nodes
         if node.line == suspect.line and node.transposed == suspect.transposed
     ]
-    read_here, leads = {x for node in alike for x in node.operands}, wrong_values(comparison)
+    read_here, leads = {x for node in alike for x in node.operands}, _wrong_values(comparison)
     wrong = [node.callers for node in suspect.nodes]
     # What these hand on leads to no wrong result, and is more than the parts of one device's.
     right = {
@@ -307,7 +310,7 @@ def of_the_others(comparison: Comparison, suspect: Suspect) -> Suspect | None:
 
     Who makes all gradients means there and forgets one has made the mistake there.
     """
-    wrong, made = wrong_values(comparison), set[int]()
+    wrong, made = _wrong_values(comparison), set[int]()
     of_derivative = suspect.evidence == "derivative"
     # In another call of its function a line has other readers.
     callers = {node.callers for node in suspect.nodes}
