@@ -30,7 +30,11 @@ def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: MappedAxes, wide
             evaluator.run_node(node, known)
             if node.kind != "run" or results_by_numpy(node, operands, wide) is None:
                 continue
-            types = [(value.x.shape, str(value.x.dtype), value.axes) for value in operands]
+            types = [
+                # Only lengths of one are special.
+                (tuple(n == 1 for n in value.x.shape), str(value.x.dtype), value.axes)
+                for value in operands
+            ]
             # An operation that is the same as one before would give the same.
             key = node.name, str(node.eqn.params), str(types)
             if key in compared:

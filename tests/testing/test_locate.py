@@ -105,6 +105,35 @@ def test_where_nothing_is_wrong() -> None:
     assert locate(on_mesh(lambda x: x - lax.pmean(x.mean(0), "data")), X) is None
 
 
+def test_other_floats_where_the_given_ones_agree() -> None:
+    def scaled(x: Any) -> Any:
+        return x / (1 + jnp.abs(x).max())  # by the own largest
+
+    found = located(scaled, 0 * X)
+    assert found.other_floats and not found.gradient
+    assert found.places[0].line == line_with("by the own largest")
+    told = "With the floats of these arguments the results agree: others show the mistake."
+    assert told in str(found)
+    assert not located(scaled).other_floats
+
+
+def test_other_floats_that_a_function_was_not_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generic(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(_locate, "generic", generic)
+    assert locate(on_mesh(lambda x: x - lax.pmean(x.mean(0), "data")), X) is None
+
+
+def test_integers_stay_where_floats_are_others() -> None:
+    def of_own_rows(x: Any, at: Any) -> Any:
+        # Each shard gets the numbers of its own rows.
+        return x[at - lax.axis_index("data") * len(x)]
+
+    mapped = on_mesh(of_own_rows, (ROWS, ROWS))
+    assert locate(mapped, X, np.arange(8)) is None
+
+
 def test_a_failure_of_locate_is_told_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def places(*_: Any) -> Any:
         raise KeyError("a bug")
@@ -586,7 +615,9 @@ def test_what_the_last_shard_has() -> None:
     assert isinstance(found, Located)
     texts = "has the last part", "sends nothing"
     assert [place.line for place in found.places[:2]] == [*map(line_with, texts)]
-    assert found.places[0].note == "one shard along 'data' has the value on one device"
+    assert (
+        found.places[0].note == "of each number one shard along 'data' has the value on one device"
+    )
 
 
 def scored(x: Any, weights: Any) -> tuple[Any, Any]:
@@ -976,6 +1007,17 @@ def test_a_line_that_only_hands_a_part_on() -> None:
     assert [place.line for place in found.places[:2]] == [*map(line_with, texts)]
 
 
+def test_a_tree_of_parts_that_only_some_lines_make_whole() -> None:
+    def step(x: Any) -> Any:
+        sums = {"a": x.sum(0), "b": jnp.tanh(x).sum(0)}
+        sums = jax.tree.map(lambda s: lax.psum(s, "data"), sums)  # along one of two axes
+        return sums | {}  # not along the other one
+
+    found = located(step, in_specs=P(("data", "model")), out_specs=P(), mesh=GRID)
+    lines = [place.line for place in found.places]
+    assert lines[:2] == [*map(line_with, ("along one of two axes", "not along the other one"))]
+
+
 def test_a_model_that_is_updated_is_returned_as_a_matter_of_course() -> None:
     def step(x: Any) -> Any:
         mean = jnp.zeros_like(x[0])
@@ -985,6 +1027,19 @@ def test_a_model_that_is_updated_is_returned_as_a_matter_of_course() -> None:
     found = located(step, out_specs=(P(), ROWS))
     texts = "updated by a shard", "updated and returned"
     assert [place.line for place in found.places[:2]] == [*map(line_with, texts)]
+
+
+def test_rows_of_which_each_shard_has_some() -> None:
+    def asked(x: Any) -> Any:
+        at = jnp.array([6, 1, 4, 3]) - lax.axis_index("data") * len(x)
+        own = x[jnp.clip(at, 0, len(x) - 1)]  # nobody has all of them
+        return lax.psum(own, "data")  # of shards that do not have them too
+
+    places = located(asked, out_specs=P()).places
+    texts = "nobody has all of them", "of shards that do not have them too"
+    assert [place.line for place in places[:2]] == [*map(line_with, texts)]
+    note = "of each number one shard along 'data' has the value on one device"
+    assert places[0].note == note
 
 
 def squared(x: Any) -> Any:
@@ -1219,6 +1274,50 @@ def by_the_norm(x: Any) -> Any:
     return x / norm
 
 
+def least_of_the_best(x: Any) -> Any:
+    at = x[:, 0].argmax()
+    number = 10 * ((lax.axis_index("data") * len(x) + at) // 2) + (10 * at + 3) % 10
+    return x[0] * lax.pmin(number, "data")  # of shards without the best too
+
+
+def in_order(x: Any) -> Any:
+    return jnp.sort(x, 0)  # naturally other rows
+
+
+def highest_and_middle(x: Any) -> Any:
+    highest = lax.pmax(in_order(x)[-1], "data")
+    middle = in_order(jnp.tanh(x)).prod(0)  # of own rows in order
+    return x * highest - middle
+
+
+def passed(x: Any, by: int, kind: str) -> Any:
+    """The sum of what the shards before have; behind, for -1."""
+    size = lax.axis_size("data")
+    along = [(k, k + by) for k in range(size) if 0 <= k + by < size]
+    if kind == "ring":
+        along = [(k, (k + by) % size) for k in range(size)]
+
+    def hop(_: Any, carry: Any) -> Any:
+        moving = lax.ppermute(carry[0], "data", along)  # in a ring with its derivative
+        return moving, carry[1] + moving
+
+    count = max(size - 1 - (kind == "short"), 0)
+    return lax.fori_loop(0, count, hop, (x, 0 * x))[1]  # too few hops with the derivative
+
+
+def of_earlier_rows(x: Any, kind: str) -> Any:
+    before = jax.custom_vjp(functools.partial(passed, by=1, kind=kind))
+    before.defvjp(
+        lambda x: (passed(x, 1, kind), None),
+        lambda _, g: (passed(g, -1, kind),),
+    )
+
+    def loss(x: Any) -> Any:
+        return (x * jnp.sin(jnp.cumsum(x, 0) - x + before(x.sum(0)))).sum()
+
+    return jax.grad(loss)(x)
+
+
 # These give the same on all shards.
 OF_ALL_SHARDS = {
     in_its_own_dtype,
@@ -1231,6 +1330,7 @@ OF_ALL_SHARDS = {
     rolled_short_in_all_layers,
     rolled_with_own_numbers,
     rolled_apart,
+    least_of_the_best,
 }
 
 
@@ -1263,6 +1363,10 @@ OF_ALL_SHARDS = {
         (in_blocks, "by the shards"),
         (sums_averaged, "a mean of sums"),
         (by_the_norm, "of own squares"),
+        (least_of_the_best, "of shards without the best too"),
+        (highest_and_middle, "of own rows in order"),
+        (functools.partial(of_earlier_rows, kind="ring"), "in a ring with its derivative"),
+        (functools.partial(of_earlier_rows, kind="short"), "too few hops with the derivative"),
     ],
 )
 def test_the_line_that_comes_first(fun: Any, text: str) -> None:

@@ -292,14 +292,26 @@ def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _
     if len(names) != 1 or names[0] not in sizes:
         return
     at = list(sizes).index(names[0])
+    # Derivatives go the other way. Those of the user's own have other lines.
+    back = [x for x in comparison.mesh.nodes if x.transposed and _is_back(x, nodes[0])]
     for shift, move in _SHIFTS.items():
         for is_open in (False, True) if shift else (False,):
             changes = {
-                x: moved(source, at, shift, is_open=is_open)
-                for node in nodes
+                x: moved(source, at, way, is_open=is_open)
+                for some, way in ((nodes, shift), (back, -shift))
+                for node in some
                 for x, source in zip(node.results, node.operands, strict=True)
             }
             yield 0, changes, f"with {move} along {names[0]!r}"
+
+
+def _is_back(node: Node, move: Node) -> bool:
+    """Whether a node moves alike values between shards the other way."""
+    if node.name != move.name or node.scope != move.scope:
+        return False
+    (there, names), (back, others) = ((x.eqn.params["perm"], names_of(x.eqn)) for x in (move, node))
+    is_alike = str(node.eqn.outvars[0].aval) == str(move.eqn.outvars[0].aval)
+    return is_alike and names == others and {(b, a) for a, b in there} == {*back}
 
 
 def moved(source: int, at: int, shift: int, *, is_open: bool = False) -> Change:

@@ -2,7 +2,7 @@
 
 import builtins
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .._program._lines import SourceLine
 from ._changes import Trial, at_hand, of_gradients, of_losses, reductions, simple_changes, unreduced
@@ -81,8 +81,18 @@ def _cost(trial: Trial) -> int | float:
     return trial.cost
 
 
-def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> str | None:
-    """The change that puts all results right at a line, if every change that does so anywhere is the same."""
+def cause(
+    comparison: Comparison,
+    suspect: Suspect,
+    trials: Sequence[Trial],
+    handed_on: Callable[[Suspect, SourceLine], Sequence[SourceLine]],
+) -> str | None:
+    """The change that puts all results right at a line, if every change that does so anywhere is the same.
+
+    **Arguments:**
+
+    - `handed_on`: gives the lines that hand on what a line makes, and compute nothing of it.
+    """
     at_line = [trial for trial in trials if trial.suspect.line == suspect.line]
     here = {trial.words for trial in at_line}
     if len(here) != 1 or {trial.words for trial in trials} != here or "" in here:
@@ -97,8 +107,8 @@ def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> 
     for trial in trials:
         if trial.is_added or trial.is_factor:
             lines |= _before(comparison, trial)
-        if trial.is_added:
-            lines |= _after(comparison, trial)
+        if trial.is_added and trial.suspect.line:
+            lines |= _after(comparison, trial) or {*handed_on(trial.suspect, trial.suspect.line)}
     known = sorted(line for line in lines if line is not None)
     if len(known) < len(lines) or len(known) > _MOST_LINES:
         return None

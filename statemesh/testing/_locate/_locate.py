@@ -1,5 +1,6 @@
 """`locate`: the line at which a call on a mesh stops computing what it computes on one device."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -48,6 +49,7 @@ from ._suspects import (
     call_to_blame,
     is_first,
     is_multiple,
+    is_of_one,
     of_first_wrong_round,
     of_the_others,
     others,
@@ -81,8 +83,9 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
     - `args`, `kwargs`: the arguments of the call. Generic numbers tell more than zeros and ones.
 
     **Returns:** a `Located`, whose text is a report; `None` if the results and their derivatives agree. Where
-    the results agree, the derivatives of a weighted sum of them are compared. A line in a loop comes with the
-    number of its first wrong round. If all agrees in double precision, the dtypes of the program are tried.
+    the results agree, those of other floats are compared, and then the derivatives of a weighted sum of the
+    results. A line in a loop comes with the number of its first wrong round. If all agrees in double
+    precision, the dtypes of the program are tried.
 
     **Raises:** the errors of the call, and those of its gradient if it has none; `StatemeshError` that names
     a primitive that cannot be replayed.
@@ -109,7 +112,7 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
     if not isinstance(mapped, sm.StatefulMapping):
         expected = "what shard_map, pmap2 or vmap2 returned"
         raise errors.bad_keyword("locate", "mapped", mapped, expected)
-    return located(mapped, mapped.unsharded, args, kwargs)
+    return located(mapped, mapped.unsharded, args, kwargs, others=True)
 
 
 def located(
@@ -120,6 +123,7 @@ def located(
     *,
     results: bool = True,
     gradient: bool = True,
+    others: bool = False,
     kept: Collection[str] = (),
 ) -> Located | None:
     """`locate` for any two functions of the same arguments, of which the second is right.
@@ -128,10 +132,11 @@ def located(
 
     - `results`: whether the results are compared.
     - `gradient`: whether the derivatives are compared where the results agree.
+    - `others`: whether the results of other floats are compared where those of the arguments agree.
     - `kept`: the paths of arguments, or of parts of them, that other arguments have too.
     """
     call = tuple(args), kwargs or {}
-    lines = _compared(mapped, reference, call, kept) if results else None
+    lines = _compared(mapped, reference, call, kept, others=others) if results else None
     if lines is None and gradient and any(map(eqx.is_inexact_array, jax.tree.leaves(call))):
         lines = _compared(_gradient(mapped), _gradient(reference), call, kept, narrow=False)
         lines = None if lines is None else dataclasses.replace(lines, gradient=True)
@@ -173,9 +178,15 @@ def _is_inexact(x: AnyLeaf) -> bool:
 
 
 def _compared(
-    mapped: Fun, reference: Fun, call: PyTree, kept: Collection[str], *, narrow: bool = True
+    mapped: Fun,
+    reference: Fun,
+    call: PyTree,
+    kept: Collection[str],
+    *,
+    narrow: bool = True,
+    others: bool = False,
 ) -> Located | None:
-    """Where two calls differ in double precision, or else in the dtypes of the program."""
+    """Where two calls differ in double precision, or in the dtypes of the program, or of other floats."""
     arrays, traces = both_traced(mapped, reference, call)
     on_mesh, on_device = (traced.paths for traced in traces)
     if len(on_mesh) != len(on_device):
@@ -191,15 +202,39 @@ def _compared(
     ):
         runs.append((False, jax.tree.map(on_one_device, arrays)))
     for wide, values in runs:
-        with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-            comparison = compare_traced(traces, values, wide=wide)
-            if not all(comparison.right):
-                again = functools.cache(
-                    functools.partial(_run_again, traces, arrays, kept, wide=wide)
-                )
-                found = _located(comparison, traces, call, again)
-                return dataclasses.replace(found, rounding=not wide)
+        if (found := _found(traces, arrays, values, call, kept, wide=wide)) is not None:
+            return dataclasses.replace(found, rounding=not wide)
+    if others:
+        # A function may raise any error for values that it was not written for.
+        with contextlib.suppress(Exception):
+            values = widened(_with_other_floats(arrays)).values
+            found = _found(traces, arrays, values, call, kept, wide=True)
+            return found and dataclasses.replace(found, other_floats=True)
     return None
+
+
+def _found(
+    traces: Sequence[Trace],
+    arrays: PyTree,
+    values: PyTree,
+    call: PyTree,
+    kept: Collection[str],
+    *,
+    wide: bool,
+) -> Located | None:
+    """Where two traced calls differ for some values."""
+    with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
+        comparison = compare_traced(traces, values, wide=wide)
+        if all(comparison.right):
+            return None
+        again = functools.partial(_run_again, traces, arrays, kept, wide=wide)
+        return _located(comparison, traces, call, functools.cache(again))
+
+
+def _with_other_floats(arrays: PyTree) -> PyTree:
+    """Arguments with other floats. Integers keep their values: many are positions."""
+    other = generic(arrays, ())
+    return jax.tree.map(lambda x, y: y if _is_inexact(x) else x, arrays, other)
 
 
 def _run_again(
@@ -210,7 +245,7 @@ def _run_again(
     values = widened(other).values if wide else jax.tree.map(on_one_device, other)
     try:
         return Reruns(compare_traced(traces, values, wide=wide))
-    except Exception:  # A function may raise any error for values that it was not written for.
+    except Exception:  # As above.
         return None
 
 
@@ -310,13 +345,16 @@ def places(
         return [], None, False
     starts = [node for node in ordered[0][2].nodes if is_first(comparison, node)]
     # Parts that are split by other axes do not belong together, whatever is computed of them.
-    is_explained = ordered[0][0] < _COST_OF_EVIDENCE["after"] and not (
-        starts and starts[0].name not in RULES
+    is_explained = (
+        ordered[0][0] < _COST_OF_EVIDENCE["after"]
+        and not (starts and starts[0].name not in RULES)
+        and not any(is_of_one(comparison, x) for x in ordered[0][2].values)
     )
     likeliest = list(by_line.values())
     # What a wrong reduction gets is what another one would put right.
     accused = likeliest[: 2 if likeliest[0].evidence == "reduced" else 1]
-    reasons = (cause(comparison, suspect, trials) for suspect in accused)
+    handed_on = functools.partial(_handed_on, comparison)
+    reasons = (cause(comparison, suspect, trials, handed_on) for suspect in accused)
     reason = next(filter(None, reasons), None)
     # What is made of positions only, a later line may take from the shards that have it.
     is_of_positions = not any(x.evidence in ("first", "reduced", "unshaped") for x in suspects)

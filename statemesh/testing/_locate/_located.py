@@ -85,6 +85,8 @@ class Located:
     - `cause`: what puts all results right, if running the program so has confirmed it.
     - `gradient`: whether the results agree, and only the derivatives differ.
     - `rounding`: whether all agrees in double precision, and differs only in the dtypes of the program.
+    - `other_floats`: whether all agrees for the floats of the arguments, and differs for others of the same
+        shapes.
 
     !!! example
 
@@ -109,6 +111,7 @@ class Located:
     cause: str | None = None
     gradient: bool = False
     rounding: bool = False
+    other_floats: bool = False
 
     @property
     def line(self) -> str:
@@ -129,6 +132,10 @@ class Located:
             lines += [f"  {place.where}" for place in others]
         if self.rounding:
             lines.append("In double precision all agrees: numbers overflow or are rounded.")
+        if self.other_floats:
+            lines.append(
+                "With the floats of these arguments the results agree: others show the mistake."
+            )
         if not self.matched:
             lines.append("The programs have different steps: some values could not be compared.")
         return "\n".join(lines)
@@ -180,7 +187,7 @@ _PARTIAL: Mapping[str, str] = {
     "max": "the maximum over {} of what shards have is the value on one device",
     "min": "the minimum over {} of what shards have is the value on one device",
     "turned": "shards along {} have the parts of other shards",
-    "one": "one shard along {} has the value on one device",
+    "one": "of each number one shard along {} has the value on one device",
 }
 
 

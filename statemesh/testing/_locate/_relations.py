@@ -41,6 +41,8 @@ _NARROW = 512
 _MOST = 0.05
 # Numbers like -1e9 mark what is masked.
 _MASKS = 1e6
+# The logarithm of how unlikely an accident has to be.
+_TELLING = math.log(500)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,7 @@ def relation(
     limit = tolerated(want, operands, unit)
     tried = (_PARTS, _PARTIAL, *(() if is_key(value.x) else (_MOVED, _MULTIPLE, _ONE)))
     for kinds in tried:
-        for way, array in _ways(x, list(map(str, names)), want.shape, kinds, max(1e-10, 64 * unit)):
+        for way, array in _ways(x, list(map(str, names)), want, kinds, max(1e-10, 64 * unit)):
             if array.shape != want.shape:
                 continue
             factor = _factor(array, want, scope) if kinds is _MULTIPLE else 1.0
@@ -149,7 +151,7 @@ def _factor(x: Numbers, want: Numbers, scope: MappedAxes) -> float | None:
 
 
 def _ways(
-    x: Numbers, names: Sequence[str], shape: tuple[int, ...], kinds: Kinds, unit: float
+    x: Numbers, names: Sequence[str], want: Numbers, kinds: Kinds, unit: float
 ) -> Iterator[tuple[tuple[Along, ...], Numbers]]:
     """The arrays that shards' values may be parts of, and what the values then are along each mesh axis.
 
@@ -165,8 +167,8 @@ def _ways(
     # Where several mesh axes split one array axis, the last named is the innermost as a rule.
     for pick in (len(names) - 1, 0) if len(names) > 1 else (0,):
         name, rest = names[pick], [*names[:pick], *names[pick + 1 :]]
-        for kind, axis, merged in _merged(np.moveaxis(x, pick, 0), len(rest), shape, kinds, unit):
-            for way, array in _ways(merged, rest, shape, kinds, unit):
+        for kind, axis, merged in _merged(np.moveaxis(x, pick, 0), len(rest), want, kinds, unit):
+            for way, array in _ways(merged, rest, want, kinds, unit):
                 yield ((name, kind, axis), *way), array
 
 
@@ -181,10 +183,10 @@ def stride(size: int, goal: int, count: int) -> int | None:
 
 
 def _merged(
-    x: Numbers, rest: int, shape: tuple[int, ...], kinds: Kinds, unit: float
+    x: Numbers, rest: int, want: Numbers, kinds: Kinds, unit: float
 ) -> Iterator[tuple[Kind, int, Numbers]]:
     """The ways to merge the first axis of an array into the others, of which `rest` are mesh axes."""
-    local = x.shape[1 + rest :]
+    local, shape = x.shape[1 + rest :], want.shape
     n, left = x.shape[0], math.prod(shape) // max(math.prod(local), 1)
     if len(local) == len(shape) and left % n == 0:
         for d, (size, goal) in enumerate(zip(local, shape, strict=True)):
@@ -224,9 +226,17 @@ def _merged(
     if "max" in kinds and x.dtype.kind in "fiub":
         yield "max", 0, x.max(0)
         yield "min", 0, x.min(0)
-    if "one" in kinds and x.dtype.kind == "f":
-        yield "one", 0, x[0]
-        yield "one", 0, x[-1]
+    if "one" in kinds and x.shape[1:] == shape and _is_telling(x, want):
+        nearest = distances(x, want).argmin(0)
+        yield "one", 0, np.take_along_axis(x, nearest[None], 0)[0]
+
+
+def _is_telling(x: Numbers, want: Numbers) -> bool:
+    """Whether hardly each number is that of some shard by accident."""
+    if x.dtype.kind in "iu" and want.size:
+        different = 1.0 + max(x.max(), want.max()) - min(x.min(), want.min())
+        return want.size * math.log(different / len(x)) > _TELLING
+    return x.dtype.kind == "f"
 
 
 def _are_alike(a: Numbers, b: Numbers, unit: float) -> bool:

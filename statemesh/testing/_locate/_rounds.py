@@ -64,13 +64,17 @@ class _Loop:
 
 def of_rounds(comparison: Comparison) -> Iterator[Trial]:
     """Trials for the loops of which each round has nodes of its own."""
-    for calls in _loops(comparison):
+    for calls, back in _loops(comparison):
         for trials_of in (_of_another_length, _of_values_that_go_on, _of_values_that_move):
             each = [list(trials_of(comparison, loop)) for loop in calls]
             if len({*map(len, each)}) == 1:
                 yield from map(_together, zip(*each, strict=True))
             else:
                 yield from itertools.chain(*each)
+        # A function may run in its own derivative too.
+        each = [list(_of_another_length(comparison, loop)) for loop in (*calls, *back)]
+        if back and len({*map(len, each)}) == 1:
+            yield from map(_together, zip(*each, strict=True))
 
 
 def _together(trials: Sequence[Trial]) -> Trial:
@@ -83,11 +87,23 @@ def _together(trials: Sequence[Trial]) -> Trial:
     return dataclasses.replace(first, suspect=suspect, changes=changes)
 
 
-def _loops(comparison: Comparison) -> list[list[_Loop]]:
-    """The runs of each loop."""
-    nodes = [node for node in comparison.mesh.nodes if not node.transposed]
-    found = [*_of_python(nodes).items(), *_of_jax(nodes).items()]
-    return [[_Loop(line, rounds) for rounds in runs] for line, runs in found[:_MOST_LOOPS]]
+def _loops(comparison: Comparison) -> list[tuple[list[_Loop], list[_Loop]]]:
+    """The runs of each loop, and those in derivatives."""
+    back, nodes = [
+        [x for x in comparison.mesh.nodes if x.transposed is is_back] for is_back in (True, False)
+    ]
+    of_back = [run for runs in _of_jax(back).values() for run in runs]
+    loops = []
+    for line, runs in [*_of_python(nodes).items(), *_of_jax(nodes).items()][:_MOST_LOOPS]:
+        kinds = _names(runs[0])
+        alike = [run for run in of_back if _names(run) == kinds]
+        loops.append(([_Loop(line, run) for run in runs], [_Loop(line, run) for run in alike]))
+    return loops
+
+
+def _names(run: Sequence[Sequence[Node]]) -> list[list[str]]:
+    """What runs in each round of a loop."""
+    return [[node.name for node in nodes] for nodes in run]
 
 
 def _of_python(nodes: Sequence[Node]) -> dict[SourceLine, list[list[list[Node]]]]:

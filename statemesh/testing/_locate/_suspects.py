@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ Callers: TypeAlias = tuple[SourceLine, ...]
 # - "reduced": the same, by a reduction over shards that gets another kind of partial results;
 # - "unshaped": the same, but what one device has cannot be the parts of it;
 # - "unsure": the same, but it reads what differs because of the index of a shard, or gives positions in the
-#   shard's own part;
+#   shard's own part; or of each number only one shard has what one device has;
 # - "related": it makes partial results and multiples only;
 # - "derivative": it asks for derivatives, and they are multiples as they come out;
 # - "index": it makes only what differs because of the index of a shard;
@@ -81,19 +81,60 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
     readers = _readers_of(comparison)
     suspects, ends = [], {*comparison.mesh.results}
     after = _after_wrong_rounds(comparison, values, readers)
+    natural = _natural(comparison, nodes, values)
     for (line, transposed), group in by_line.items():
+        here = {*group}
+        if not transposed:
+            # What leads to nothing wrong may read on the same line what does.
+            here.update(x for x in comparison.mesh.nodes if x.line == line and not x.transposed)
         results_here = values.intersection(x for node in group for x in node.results)
-        handed_on = sorted(x for x in results_here if x in ends or not readers[x] <= {*group})
+        handed_on = sorted(x for x in results_here if x in ends or not readers[x] <= here)
         if line is not None and not transposed:
             # A line that runs outside of a loop too has made what comes in.
             handed_on += [x for x in values if comparison.origins.get(x) == line]
         # What a round makes of what came in wrong may look as if it were the first.
-        evidence = _evidence(comparison, [x for x in group if x not in after], handed_on)
+        own = [x for x in group if x not in after]
+        evidence = _evidence(comparison, [x for x in own if x not in natural], handed_on)
         if evidence in ("first", "unshaped") and (call := _wrong_call(comparison, group)):
             line, evidence = call, "first"
+        elif evidence in ("index", "after") and (call := _other_call(comparison, own, natural)):
+            suspects.append(Suspect(call, transposed, group, handed_on, "unsure"))
         suspects.append(Suspect(line, transposed, group, handed_on, evidence))
     earlier = _of_rounds_before(comparison, values, {line for line, _ in by_line})
     return [*earlier, *_gradients(comparison, values, readers), *suspects]
+
+
+def _natural(
+    comparison: Comparison, nodes: Sequence[Node], wrong: set[int]
+) -> dict[Node, set[Callers]]:
+    """The nodes that make something unrelated in other calls or rounds too, where it leads to nothing wrong.
+
+    So it is naturally other than on one device, or right only where other lines run it: those come with it.
+    """
+    found: dict[Hashable, set[tuple[Callers, Hashable]]] = {}
+    for node in comparison.mesh.nodes:
+        if wrong.isdisjoint(node.results) and is_first(comparison, node):
+            found.setdefault(_kind(node), set()).add((node.callers, node.rounds))
+    elsewhere = {
+        node: found.get(_kind(node), set()) - {(node.callers, node.rounds)} for node in nodes
+    }
+    return {node: {callers for callers, _ in there} for node, there in elsewhere.items() if there}
+
+
+def _kind(node: Node) -> Hashable:
+    return node.name, node.line, node.transposed
+
+
+def _other_call(
+    comparison: Comparison, nodes: Sequence[Node], natural: Mapping[Node, set[Callers]]
+) -> SourceLine | None:
+    """The line that alone runs a function which makes what is naturally other, and leads to nothing wrong."""
+    first = [x for x in nodes if x in natural and is_first(comparison, x)]
+    wrong = {x.callers for x in first}
+    if len(wrong) != 1:
+        return None
+    (path,) = wrong
+    return _call_alone(path, set().union(*(natural[x] for x in first)))
 
 
 def _of_rounds_before(
@@ -145,6 +186,12 @@ def by_gradient(comparison: Comparison) -> dict[SourceLine, list[Node]]:
 def is_multiple(comparison: Comparison, value: int) -> bool:
     known = comparison.relations[value]
     return known is not None and known.factor != 1
+
+
+def is_of_one(comparison: Comparison, value: int) -> bool:
+    """Whether of each number only one shard has what one device has."""
+    known = comparison.relations[value]
+    return known is not None and any(kind == "one" for _, kind, _ in known.kinds)
 
 
 def _readers_of(comparison: Comparison) -> dict[int, set[Node]]:
@@ -245,7 +292,8 @@ def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[in
             return "reduced"
         return "unshaped" if any(_is_unshaped(comparison, x) for x in values) else "first"
     if all(comparison.relations[x] is not None for x in values):
-        return "related"
+        # Where each shard has some of the numbers, it may have the others of a right line too.
+        return "unsure" if any(is_of_one(comparison, x) for x in values) else "related"
     return "index" if comparison.positions.issuperset(values) else "after"
 
 

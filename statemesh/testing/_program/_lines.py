@@ -72,7 +72,13 @@ def uses_of(line: SourceLine) -> list[SourceLine]:
     statements = [x for x in around if not hasattr(x, "body")]
     if not functions or not statements:
         return []
-    lambdas = [x for x in ast.walk(statements[-1]) if isinstance(x, ast.Lambda)]
+    mapped = {
+        given
+        for call in ast.walk(statements[-1])
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("map")
+        for given in call.args
+    }
+    lambdas = {x for x in ast.walk(statements[-1]) if isinstance(x, ast.Lambda)} - mapped
     if any(x.lineno <= line.number <= (x.end_lineno or 0) for x in lambdas):
         # What a lambda makes is not what its statement assigns.
         return []
