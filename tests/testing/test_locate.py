@@ -19,7 +19,7 @@ import statemesh as sm
 from statemesh.testing import Located, Place, assert_equivalent, locate
 from statemesh.testing._locate import _compare, _locate
 from statemesh.testing._locate._locate import located_or_why
-from statemesh.testing._locate._suspects import is_first
+from statemesh.testing._locate._suspects import is_first, suspects_of
 from statemesh.testing._program._stacked import MappedAxes
 from tests.helpers import make_mesh, slow
 
@@ -1274,20 +1274,16 @@ def by_the_norm(x: Any) -> Any:
     return x / norm
 
 
-def least_of_the_best(x: Any) -> Any:
-    at = x[:, 0].argmax()
-    number = 10 * ((lax.axis_index("data") * len(x) + at) // 2) + (10 * at + 3) % 10
-    return x[0] * lax.pmin(number, "data")  # of shards without the best too
+def running(x: Any) -> Any:
+    return jnp.cumsum(x, 0)  # of own rows, as it should be
 
 
-def in_order(x: Any) -> Any:
-    return jnp.sort(x, 0)  # naturally other rows
-
-
-def highest_and_middle(x: Any) -> Any:
-    highest = lax.pmax(in_order(x)[-1], "data")
-    middle = in_order(jnp.tanh(x)).prod(0)  # of own rows in order
-    return x * highest - middle
+def running_twice(x: Any) -> Any:
+    sums = lax.all_gather(x.sum(0), "data")
+    earlier = jnp.arange(len(sums)) < lax.axis_index("data")
+    right = running(x) + jnp.where(earlier[:, None], sums, 0).sum(0)
+    wrong = running(jnp.tanh(x))  # without what comes before
+    return right - 2 * wrong
 
 
 def passed(x: Any, by: int, kind: str) -> Any:
@@ -1330,7 +1326,6 @@ OF_ALL_SHARDS = {
     rolled_short_in_all_layers,
     rolled_with_own_numbers,
     rolled_apart,
-    least_of_the_best,
 }
 
 
@@ -1363,8 +1358,7 @@ OF_ALL_SHARDS = {
         (in_blocks, "by the shards"),
         (sums_averaged, "a mean of sums"),
         (by_the_norm, "of own squares"),
-        (least_of_the_best, "of shards without the best too"),
-        (highest_and_middle, "of own rows in order"),
+        (running_twice, "without what comes before"),
         (functools.partial(of_earlier_rows, kind="ring"), "in a ring with its derivative"),
         (functools.partial(of_earlier_rows, kind="short"), "too few hops with the derivative"),
     ],
@@ -1493,6 +1487,22 @@ def test_what_rounding_decides_is_no_first_wrong_value() -> None:
         (node,) = (node for node in comparison.mesh.nodes if node.name == "gt")
         assert comparison.is_unrelated(node.results[0])
         assert not is_first(comparison, node)
+
+
+def test_a_line_hands_on_what_other_lines_read() -> None:
+    def least(x: Any) -> Any:
+        at = x[:, 0].argmin()
+        # The sign of the quotient is that of one device, and reads what is not.
+        half = (lax.axis_index("data") * len(x) + at) // 2  # of the least of own rows
+        return x * lax.pmax(half, "data")
+
+    mapped = on_mesh(least)
+    _, traces = _compare.both_traced(mapped, mapped.unsharded, ((X,), {}))
+    with jax.enable_x64(True):
+        comparison = _compare.compare_traced(traces, jnp.asarray(X, float), wide=True)
+        found = {x.line.number: x.values for x in suspects_of(comparison) if x.line}
+    readers = [x for x in comparison.mesh.nodes if x.name == "pmax"]
+    assert [*found[line_with("of the least of own rows")]] == [*readers[0].operands]
 
 
 def test_what_goes_on_from_round_to_round() -> None:
