@@ -1,10 +1,9 @@
 """`locate`: the line at which a call on a mesh stops computing what it computes on one device."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -201,52 +200,47 @@ def _compared(
         _is_inexact(x) and promoted(x.dtype) != x.dtype for x in jax.tree.leaves(arrays)
     ):
         runs.append((False, jax.tree.map(on_one_device, arrays)))
-    for wide, values in runs:
-        if (found := _found(traces, arrays, values, call, kept, wide=wide)) is not None:
-            return dataclasses.replace(found, rounding=not wide)
-    if others:
-        # A function may raise any error for values that it was not written for.
-        with contextlib.suppress(Exception):
-            values = widened(_with_other_floats(arrays)).values
-            found = _found(traces, arrays, values, call, kept, wide=True)
-            return found and dataclasses.replace(found, other_floats=True)
+    with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
+        for wide, values in runs:
+            comparison = compare_traced(traces, values, wide=wide)
+            if not all(comparison.right):
+                again = functools.partial(_run_again, traces, arrays, kept, wide=wide)
+                found = _located(comparison, traces, call, functools.cache(again))
+                return dataclasses.replace(found, rounding=not wide)
+        make = functools.partial(_with_other_floats, arrays, kept)
+        other = _compared_with(traces, make, wide=True) if others else None
+        if other is not None and not all(other.right):
+            again = functools.partial(_run_again, traces, arrays, kept, wide=True)
+            found = _located(other, traces, call, functools.cache(again))
+            return dataclasses.replace(found, other_floats=True)
     return None
 
 
-def _found(
-    traces: Sequence[Trace],
-    arrays: PyTree,
-    values: PyTree,
-    call: PyTree,
-    kept: Collection[str],
-    *,
-    wide: bool,
-) -> Located | None:
-    """Where two traced calls differ for some values."""
-    with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-        comparison = compare_traced(traces, values, wide=wide)
-        if all(comparison.right):
-            return None
-        again = functools.partial(_run_again, traces, arrays, kept, wide=wide)
-        return _located(comparison, traces, call, functools.cache(again))
-
-
-def _with_other_floats(arrays: PyTree) -> PyTree:
+def _with_other_floats(arrays: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments with other floats. Integers keep their values: many are positions."""
-    other = generic(arrays, ())
+    other = generic(arrays, kept)
     return jax.tree.map(lambda x, y: y if _is_inexact(x) else x, arrays, other)
+
+
+def _compared_with(
+    traces: Sequence[Trace], make: Callable[[], PyTree], *, wide: bool
+) -> Comparison | None:
+    """Two traced functions with arguments that are made; `None` where they cannot be run with them."""
+    try:
+        other = make()
+        values = widened(other).values if wide else jax.tree.map(on_one_device, other)
+        return compare_traced(traces, values, wide=wide)
+    except Exception:  # A function may raise any error for values that it was not written for.
+        return None
 
 
 def _run_again(
     traces: Sequence[Trace], arrays: PyTree, kept: Collection[str], *, wide: bool
 ) -> Reruns | None:
     """The program with other arguments; `None` where it cannot be run with them."""
-    other = generic(arrays, kept, seed=2)
-    values = widened(other).values if wide else jax.tree.map(on_one_device, other)
-    try:
-        return Reruns(compare_traced(traces, values, wide=wide))
-    except Exception:  # As above.
-        return None
+    make = functools.partial(generic, arrays, kept, seed=2)
+    other = _compared_with(traces, make, wide=wide)
+    return None if other is None else Reruns(other)
 
 
 def _located(

@@ -65,16 +65,22 @@ class _Loop:
 def of_rounds(comparison: Comparison) -> Iterator[Trial]:
     """Trials for the loops of which each round has nodes of its own."""
     for calls, back in _loops(comparison):
-        for trials_of in (_of_another_length, _of_values_that_go_on, _of_values_that_move):
-            each = [list(trials_of(comparison, loop)) for loop in calls]
-            if len({*map(len, each)}) == 1:
-                yield from map(_together, zip(*each, strict=True))
-            else:
-                yield from itertools.chain(*each)
+        lengths = [list(_of_another_length(comparison, loop)) for loop in calls]
+        yield from _of_all_runs(lengths)
+        for trials_of in (_of_values_that_go_on, _of_values_that_move):
+            yield from _of_all_runs([list(trials_of(comparison, loop)) for loop in calls])
         # A function may run in its own derivative too.
-        each = [list(_of_another_length(comparison, loop)) for loop in (*calls, *back)]
-        if back and len({*map(len, each)}) == 1:
-            yield from map(_together, zip(*each, strict=True))
+        lengths += (list(_of_another_length(comparison, loop)) for loop in back)
+        if back and len({*map(len, lengths)}) == 1:
+            yield from map(_together, zip(*lengths, strict=True))
+
+
+def _of_all_runs(each: Sequence[Sequence[Trial]]) -> Iterator[Trial]:
+    """The trials of the runs of a loop, together where all runs have the same."""
+    if len({*map(len, each)}) == 1:
+        yield from map(_together, zip(*each, strict=True))
+    else:
+        yield from itertools.chain(*each)
 
 
 def _together(trials: Sequence[Trial]) -> Trial:

@@ -82,11 +82,13 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
     suspects, ends = [], {*comparison.mesh.results}
     after = _after_wrong_rounds(comparison, values, readers)
     natural = _natural(comparison, nodes, values)
+    forward: dict[SourceLine | None, list[Node]] = collections.defaultdict(list)
+    for node in comparison.mesh.nodes:
+        if not node.transposed:
+            forward[node.line].append(node)
     for (line, transposed), group in by_line.items():
-        here = {*group}
-        if not transposed:
-            # What leads to nothing wrong may read on the same line what does.
-            here.update(x for x in comparison.mesh.nodes if x.line == line and not x.transposed)
+        # What leads to nothing wrong may read on the same line what does.
+        here = {*group} if transposed else {*group, *forward[line]}
         results_here = values.intersection(x for node in group for x in node.results)
         handed_on = sorted(x for x in results_here if x in ends or not readers[x] <= here)
         if line is not None and not transposed:
