@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,16 +21,16 @@ from ._compare import Comparison, right_values
 from ._evaluate import on_all_shards
 from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards, same_as
-from ._suspects import REDUCTIONS, Suspect, by_gradient, is_first, is_wrong_before
+from ._suspects import REDUCTIONS, SUMS, Suspect, by_gradient, is_first, is_wrong_before
 
 
 # Offsets are tried for so many lengths of arrays.
 _MOST_LENGTHS = 4
+# So many ways to split an array are tried.
+_MOST_CHOICES = 3
 
 # The reductions that are tried to put the results right.
 _REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}
-# The primitives that sum over shards.
-_SUMS = ("psum", "psum_invariant")
 # How far a value moves between shards, with the words for it.
 _SHIFTS = {1: "a move to the next shard", -1: "a move to the shard before", 0: "no move"}
 _LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
@@ -175,7 +176,7 @@ def _other_mean(
         makers = [comparison.maker.get(x) for x in divided]
     wrong, right = ("pmean", "psum") if is_mean else ("psum", "pmean")
     is_written = suspect.line is not None and wrong in suspect.line.source
-    sums = [node for node in makers if node and node.line == suspect.line and node.name in _SUMS]
+    sums = [node for node in makers if node and node.line == suspect.line and node.name in SUMS]
     if len(sums) < len(values) or not is_written or any(names_of(x.eqn) != (name,) for x in sums):
         return ""
     return f"with jax.lax.{right} instead of jax.lax.{wrong}"
@@ -208,7 +209,7 @@ def unreduced(comparison: Comparison) -> Iterator[Trial]:
     """
     sums: dict[SourceLine, list[Node]] = {}
     for node in comparison.mesh.nodes:
-        if node.line is not None and node.name in _SUMS and names_of(node.eqn):
+        if node.line is not None and node.name in SUMS and names_of(node.eqn):
             sums.setdefault(node.line, []).append(node)
     for line, nodes in sums.items():
         suspect = Suspect(line, False, nodes, [x for node in nodes for x in node.results], "other")
@@ -252,7 +253,7 @@ def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     kinds: dict[Hashable, list[Node]] = {}
     for node in comparison.mesh.nodes:
         if node.line == suspect.line and not node.transposed:
-            kinds.setdefault((node.name, str(node.eqn.outvars[0].aval)), []).append(node)
+            kinds.setdefault(_changed_together(node), []).append(node)
     for nodes in kinds.values():
         first = nodes[0]
         if {*suspect.nodes}.isdisjoint(nodes) or first.kind != "run" or len(first.results) != 1:
@@ -261,8 +262,18 @@ def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             for cost, changes, text in make(comparison, suspect, nodes):
                 yield Trial(suspect, changes, cost, text)
     yield from _added_apart(comparison, suspect)
+    yield from _added_inside(comparison, suspect)
     yield from _counts(comparison, suspect)
     yield from _positions(comparison, suspect)
+    yield from _truths(comparison, suspect)
+
+
+def _changed_together(node: Node) -> Hashable:
+    """What nodes of a line have in common that are changed in the same way."""
+    if node.name == "ppermute":
+        # A tree moves as a whole.
+        return node.name, tuple(node.eqn.params["perm"]), names_of(node.eqn)
+    return node.name, str(node.eqn.outvars[0].aval)
 
 
 # What makes trials of nodes of one kind gives their cost, the changes, and the change in words.
@@ -280,7 +291,7 @@ def _other_reductions(comparison: Comparison, suspect: Suspect, nodes: Sequence[
     others: Mapping[str, Callable[..., Any]] = {**_REDUCTIONS, "pmin": np.min}
     for name, reduce in others.items():
         # A mean is a sum with a factor, which is tried for all values.
-        is_sum = nodes[0].name in _SUMS and name in ("psum", "pmean")
+        is_sum = nodes[0].name in SUMS and name in ("psum", "pmean")
         if not is_sum and not nodes[0].name.startswith(name):
             changes = {node.results[0]: reduced_by(node.operands[0], reduce, at) for node in nodes}
             yield 0, changes, f"with jax.lax.{name}(..., {shown!r})"
@@ -292,8 +303,9 @@ def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _
     if len(names) != 1 or names[0] not in sizes:
         return
     at = list(sizes).index(names[0])
-    # Derivatives go the other way. Those of the user's own have other lines.
-    back = [x for x in comparison.mesh.nodes if x.transposed and _is_back(x, nodes[0])]
+    # Derivatives go the other way. A function may be a part of its own.
+    moves = [x for x in comparison.mesh.nodes if x.transposed or x.line == suspect.line]
+    back = [x for x in moves if x not in nodes and any(_is_back(x, node) for node in nodes)]
     for shift, move in _SHIFTS.items():
         for is_open in (False, True) if shift else (False,):
             changes = {
@@ -386,6 +398,8 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
         operands = {node.operands[k] for node in nodes}
         readers = [x for x in comparison.mesh.nodes if not operands.isdisjoint(x.operands)]
         is_compared = operand in constants and nodes[0].name in COMPARISONS and not aval.shape
+        # Positions in a part, where those in the whole array should go to other shards.
+        is_gathered = nodes[0].name.startswith("all_gather")
         is_given = operand not in {*constants, *results_here, *comparison.indices}
         # A line may add a number to an array, and then one to a number.
         is_alike = {str(node.eqn.invars[k].aval) for node in nodes} == {str(aval)}
@@ -393,7 +407,7 @@ def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -
         if not is_whole or not is_alike or any(x.scope != scope for x in readers):
             continue
         for name, length, offset in _offsets(comparison, scope, len(aval.shape)):
-            if is_compared:
+            if is_compared or is_gathered:
                 yield 1, {x: _increased(x, offset, scope) for x in operands}, ""
             elif is_given and length > 1:
                 changes = {x: _increased(x, -offset, scope) for x in operands}
@@ -408,7 +422,7 @@ def _added_apart(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
     for node in nodes:
         sizes = [*node.scope.sizes]
-        if node.name not in _SUMS or not {*names_of(node.eqn)} <= {*sizes}:
+        if node.name not in SUMS or not {*names_of(node.eqn)} <= {*sizes}:
             continue
         at = tuple(map(sizes.index, names_of(node.eqn)))
         for reader in [x for x in nodes if x.name in ("add", "sub")]:
@@ -417,6 +431,31 @@ def _added_apart(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             if at and is_array_each and node.results[0] in reader.operands:
                 summed = functools.partial(_with_sums, reader, node.results[0], at)
                 yield Trial(suspect, {reader.results[0]: Change(summed, node.scope)}, 0)
+
+
+def _added_inside(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """What shards have all of, added to what a line sums over shards: added to the sum instead."""
+    nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
+    sums = [x for x in nodes if x.name in SUMS and len(x.operands) == 1]
+    made = [comparison.maker.get(node.operands[0]) for node in sums]
+    if not sums or not all(x is not None and x.line == suspect.line for x in made):
+        return
+    for k in (0, 1):
+        changes: dict[int, Change] = {}
+        for node, maker in zip(sums, made, strict=True):
+            sizes, names = [*node.scope.sizes], names_of(node.eqn)
+            alike = maker is not None and maker.name == "add" and {*names} <= {*sizes}
+            if maker is None or not alike or not names:
+                return
+            parts, whole = maker.operands[1 - k], maker.operands[k]
+            summed = functools.partial(_sum_and, parts, whole, tuple(map(sizes.index, names)))
+            changes[node.results[0]] = Change(summed, node.scope)
+        yield Trial(suspect, changes, 0)
+
+
+def _sum_and(parts: int, whole: int, at: tuple[int, ...], read: Read) -> Numbers:
+    """The sum of what all shards have of one value, and another value added to it."""
+    return read(parts).sum(at, keepdims=True) + read(whole)
 
 
 def _with_sums(node: Node, total: int, at: tuple[int, ...], read: Read) -> Numbers:
@@ -623,6 +662,35 @@ def _positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             yield Trial(suspect, masked, 1 + is_later, is_fixed=True)
 
 
+def _truths(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """The truths that one device has, only for the positions in a shard's own part of an array.
+
+    The positions are whole numbers that the line reads. On one device they are those in the whole array.
+    """
+    nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
+    read_here = {x for node in nodes for x in node.operands}
+    handed_on = [x for node in nodes for x in node.results if x not in read_here]
+    # For each of the truths what shards may have to have, each with the positions on which it depends.
+    wanted: dict[int, list[tuple[Numbers, Numbers]]] = {}
+    for x in filter(comparison.is_number, handed_on):
+        truths = [*right_values(comparison, x)]
+        if truths and truths[0].dtype.kind == "b":
+            read = {y for node in needed(nodes, [x]) for y in node.operands} & comparison.indices
+            at = [p for y in sorted(read) if comparison.is_whole(y) for p in right_values(comparison, y)]
+            pairs = itertools.product(truths, at)
+            wanted[x] = [(truth, p) for truth, p in pairs if truth.shape == p.shape]
+    scopes = [comparison.scopes[x] for x in wanted]
+    if not wanted or any(scope != scopes[0] for scope in scopes):
+        return
+    for choice in itertools.islice(zip(*wanted.values(), strict=False), _MOST_CHOICES):
+        for name, length, _ in _offsets(comparison, scopes[0], 0):
+            changes = {}
+            for x, (truth, at) in zip(wanted, choice, strict=True):
+                own = at - length * _index(scopes[0], name, at.ndim - len(scopes[0].sizes))
+                changes[x] = constant(truth & (own >= 0) & (own < length))
+            yield Trial(suspect, changes, 1, is_fixed=True)
+
+
 def _whole_numbers_wanted(comparison: Comparison, value: int) -> Numbers | None:
     """The whole numbers that shards would have as on one device; `None` if nobody knows them."""
     if not comparison.is_number(value):
@@ -638,6 +706,6 @@ def _increased(value: int, summand: Numbers, scope: MappedAxes | None = None) ->
 _OF_COLLECTIVES = {
     "ppermute": [_moves],
     "axis_index": [_indices],
-    **{name: [_other_reductions] for name in (*_SUMS, "pmax", "pmin")},
+    **{name: [_other_reductions] for name in (*SUMS, "pmax", "pmin")},
 }
 _OF_OTHERS = [_whole_numbers, _operands, _left_out]

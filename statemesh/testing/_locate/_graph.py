@@ -22,7 +22,15 @@ from .._program._jaxprs import (
     operands_of_call,
     operands_of_loop,
 )
-from .._program._lines import SourceLine, by_statemesh, callers_of, is_transposed, line_of
+from .._program._lines import (
+    SourceLine,
+    by_statemesh,
+    callers_of,
+    is_handed_on,
+    is_of_backward,
+    is_transposed,
+    line_of,
+)
 from .._program._stacked import MappedAxes, names_of_spec
 
 
@@ -182,8 +190,8 @@ class _Flattening:
     def _equation(self, eqn: Equation, operands: Sequence[int], around: _Around) -> Sequence[int]:
         name, scope, line = eqn.primitive.name, around.scope, line_of(eqn)
         callers = around.callers if line is None else callers_of(eqn)
-        transposed = around.transposed or is_transposed(eqn)
-        if is_identity(eqn) or name in _NAMES:
+        transposed = (around.transposed or is_transposed(eqn)) and not is_of_backward(eqn)
+        if is_identity(eqn) or (name in _NAMES and not is_handed_on(eqn)):
             return operands
         if name == "shard_map":
             return self._shard_map(eqn, operands, around)

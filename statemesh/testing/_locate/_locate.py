@@ -391,6 +391,9 @@ def _search(comparison: Comparison, again: Again | None = None) -> _Search:
         # Right values at a line after one that puts everything right would do so too.
         outcomes[suspect] = None if is_done else reruns.try_right(suspect)
         is_done |= outcomes[suspect] == "all" and suspect.evidence not in _UNDECIDED
+        if suspect.evidence == "after" and reruns.ends_with(suspect.values):
+            # Who changes the results themselves puts them right in any case.
+            outcomes[suspect] = None
     lines = [suspect for suspect in suspects if suspect.line]
     is_sure = comparison.matched and any(
         outcomes[suspect] == "all"

@@ -61,6 +61,9 @@ ChangesOrNodes: TypeAlias = Mapping[int, Change | Node]
 Again: TypeAlias = Callable[[], "Reruns | None"]
 
 
+# What these make is one of the values that they read.
+_CHOOSING = ("select_n", "join", "stack", "convert_element_type", "reshape")
+
 # How many of the wrong results are right with right values at a line. For all, no other one may be wrong.
 Outcome: TypeAlias = Literal["all", "some", "none"]
 
@@ -161,6 +164,15 @@ class Reruns:
         ):
             return None
         return outcome
+
+    def ends_with(self, values: Collection[int]) -> bool:
+        """Whether all wrong results are these values, or choices between them and others."""
+        ends = {self.comparison.mesh.results[k] for k in self._broken}
+        chosen = {*values}
+        for node in self.comparison.mesh.nodes:
+            if node.name in _CHOOSING and not chosen.isdisjoint(node.operands):
+                chosen.update(node.results)
+        return ends <= chosen
 
     def _outcome(self, changes: Changes) -> Outcome:
         """How many of the wrong results are right with a change."""

@@ -55,6 +55,13 @@ class _Loop:
         """For values of a round those of the round before in their place."""
         return {after: before for before, after in self.later.items()}
 
+    def before(self, value: int, count: int) -> int | None:
+        """The value in the place of this one so many rounds before, if there is one."""
+        known: int | None = value
+        for _ in range(count):
+            known = None if known is None else self.earlier.get(known)
+        return known
+
     def first(self, value: int) -> int:
         """The value in the place of this one in the first round that has one."""
         while value in self.earlier:
@@ -168,7 +175,7 @@ def _kind(node: Node) -> Hashable:
 
 
 def _of_another_length(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
-    """One round more, one less, and none."""
+    """One round more or less, none, and as many as there are shards along a mesh axis."""
     inside = {*loop.makers.values()}
     readers = [node for node in comparison.mesh.nodes if node not in inside]
     read = {*comparison.mesh.results, *(x for node in readers for x in node.operands)}
@@ -179,15 +186,19 @@ def _of_another_length(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
     if not come_out or not all(comparison.is_number(x) for x in come_out):
         return
     suspect = Suspect(loop.line, False, loop.rounds[-1], come_out, "other")
-    rounds = _NextRound(comparison, loop)
-    if rounds.is_known:
-        yield Trial(suspect, {x: Change(rounds.after(x), inside=inside) for x in come_out}, 0)
-    for of_values in (loop.earlier, {x: _before_all(loop, x) for x in come_out}):
-        others = [of_values.get(x) for x in come_out]
-        known = [x for x in others if x is not None]
+    rounds = _NextRounds(comparison, loop)
+    length, sizes = len(loop.rounds), {*loop.rounds[0][0].scope.sizes.values()} - {1}
+    for more in sorted({1, *(size - length for size in sizes if size > length)}):
+        if rounds.is_known:
+            changes = {x: Change(rounds.after(x, more), inside=inside) for x in come_out}
+            yield Trial(suspect, changes, 0)
+    fewer = sorted({1, *(length - size for size in sizes if size < length)})
+    before = [{x: loop.before(x, count) for x in come_out} for count in fewer]
+    for of_values in (*before, {x: _before_all(loop, x) for x in come_out}):
+        known = [x for x in of_values.values() if x is not None]
         if len(known) == len(come_out):
-            changes = [same_as(x, inside) for x in known]
-            yield Trial(suspect, dict(zip(come_out, changes, strict=True)), 0)
+            same = [same_as(x, inside) for x in known]
+            yield Trial(suspect, dict(zip(come_out, same, strict=True)), 0)
 
 
 def _before_all(loop: _Loop, value: int) -> int | None:
@@ -200,8 +211,8 @@ def _before_all(loop: _Loop, value: int) -> int | None:
     return None
 
 
-class _NextRound:
-    """The round that would come after the last one.
+class _NextRounds:
+    """The rounds that would come after the last one.
 
     **Attributes:**
 
@@ -214,28 +225,42 @@ class _NextRound:
         self._makers = {x: node for node in last for x in node.results}
         self.is_known = all(comparison.is_number(x) for node in last for x in node.operands)
 
-    def after(self, value: int) -> Callable[[Read], Numbers]:
-        """What gives the value of the next round in the place of one of the last round."""
-        return lambda read: self._next(value, read, {})
+    def after(self, value: int, count: int) -> Callable[[Read], Numbers]:
+        """What gives the value of the round so many rounds later, in the place of one of the last round."""
 
-    def _next(self, value: int, read: Read, known: dict[int, Numbers]) -> Numbers:
+        def made(read: Read) -> Numbers:
+            for number in range(1, count + 1):
+                read = functools.partial(self._next, read, number, {})
+            return read(value)
+
+        return made
+
+    def _next(self, read: Read, number: int, known: dict[int, Numbers], value: int) -> Numbers:
+        """The value of the next round, where `read` gives those of the round before that one.
+
+        **Arguments:**
+
+        - `number`: that of the next round, counted from the last one.
+        - `known`: those that were made for it already.
+        """
         node = self._makers.get(value)
         if value in self._loop.later or node is None:
             return read(self._loop.later.get(value, value))
         if value not in known:
-            operands = [self._operand(node, k, read, known) for k in range(len(node.operands))]
+            next_ = functools.partial(self._next, read, number, known)
+            operands = [self._operand(node, k, next_, number) for k in range(len(node.operands))]
             known |= zip(
                 node.results, results_on_all_shards(self._comparison, node, operands), strict=True
             )
         return known[value]
 
-    def _operand(self, node: Node, k: int, read: Read, known: dict[int, Numbers]) -> Numbers:
-        """An operand in the next round. A constant changes as it did since the round before the last."""
+    def _operand(self, node: Node, k: int, read: Read, number: int) -> Numbers:
+        """An operand in a later round. A constant changes as it did since the round before the last."""
         x, constants = node.operands[k], self._comparison.mesh.constants
         before = self._makers.get(self._loop.earlier.get(node.results[0], -1))
         if before is not None and {x, before.operands[k]} <= constants.keys():
-            return 2 * read(x) - read(before.operands[k])
-        return self._next(x, read, known)
+            return read(x) + number * (read(x) - read(before.operands[k]))
+        return read(x)
 
 
 def _rows(loop: _Loop) -> Iterator[list[Node]]:

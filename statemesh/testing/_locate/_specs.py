@@ -83,7 +83,10 @@ def of_lengths(
             source = f"{which} of {name}: {errors.spec_str(spec)}"
             length = f"the length of axis {d} of the result"
             place = Place("", 0, source, length, got=str(got[d]), want=str(want[d]), shards="")
-            specs.setdefault(source, []).append((cost, place))
+            # One spec may be that of several results, none of which is put together.
+            is_shared = is_short and which == "out_specs"
+            key = f"{which}: {errors.spec_str(spec)}, {d}" if is_shared else source
+            specs.setdefault(key, []).append((cost, place))
     order = sorted(specs.values(), key=lambda each: (-len(each), min(cost for cost, _ in each)))
     return [each[0][1] for each in order]
 

@@ -29,6 +29,9 @@ _OF_A_PART = (
 # These reduce over shards; in checked programs they have longer names.
 REDUCTIONS = ("psum", "pmax", "pmin")
 
+# The primitives that sum over shards.
+SUMS = ("psum", "psum_invariant")
+
 # So many calls of a function are looked at one by one.
 _MOST_CALLS = 4
 
@@ -48,6 +51,8 @@ Callers: TypeAlias = tuple[SourceLine, ...]
 Evidence: TypeAlias = Literal[
     "first", "reduced", "unshaped", "unsure", "related", "derivative", "index", "after", "other"
 ]
+# By itself it tells nothing.
+_UNTOLD: Sequence[Evidence] = ("unsure", "related", "index", "after")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,6 +104,8 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
         evidence = _evidence(comparison, [x for x in own if x not in natural], handed_on)
         if evidence in ("first", "unshaped") and (call := _wrong_call(comparison, group)):
             line, evidence = call, "first"
+        elif evidence in _UNTOLD and _is_unmasked(comparison, handed_on, readers):
+            evidence = "first"
         elif evidence in ("index", "after") and (call := _other_call(comparison, own, natural)):
             suspects.append(Suspect(call, transposed, group, handed_on, "unsure"))
         suspects.append(Suspect(line, transposed, group, handed_on, evidence))
@@ -281,18 +288,38 @@ def _lines(nodes: Sequence[Node]) -> dict[Node, SourceLine | None]:
     return lines
 
 
+def _is_unmasked(
+    comparison: Comparison, values: Sequence[int], readers: Mapping[int, set[Node]]
+) -> bool:
+    """Whether shards sum values of which one shard has each number, and the others have any.
+
+    They should have zeros, so that what makes the values is wrong, not the sum.
+    """
+    return any(
+        is_of_one(comparison, x) and is_first(comparison, node) and _sums_of_one(comparison, node)
+        for x in values
+        for node in readers[x]
+    )
+
+
+def _sums_of_one(comparison: Comparison, node: Node) -> bool:
+    return node.name in SUMS and any(is_of_one(comparison, x) for x in node.operands)
+
+
 def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[int]) -> Evidence:
     first = [node for node in nodes if is_first(comparison, node)]
     if first:
         is_unsure = all(
-            not comparison.positions.isdisjoint(node.operands) or _is_of_a_part(comparison, node)
+            not comparison.positions.isdisjoint(node.operands)
+            or _is_of_a_part(comparison, node)
+            or _sums_of_one(comparison, node)
             for node in first
         )
         if is_unsure:
             return "unsure"
         if any(_is_reduction_of_partial(comparison, node) for node in first):
             return "reduced"
-        return "unshaped" if any(_is_unshaped(comparison, x) for x in values) else "first"
+        return "first" if _is_shaped(comparison, first, values) else "unshaped"
     if all(comparison.relations[x] is not None for x in values):
         # Where each shard has some of the numbers, it may have the others of a right line too.
         return "unsure" if any(is_of_one(comparison, x) for x in values) else "related"
@@ -409,6 +436,17 @@ def _is_reduction_of_partial(comparison: Comparison, node: Node) -> bool:
     # What is too large everywhere was made so before.
     partial = any(known and known.is_partial and known.factor == 1 for known in relations)
     return node.name.startswith(REDUCTIONS) and partial
+
+
+def _is_shaped(comparison: Comparison, first: Sequence[Node], values: Sequence[int]) -> bool:
+    """Whether somebody knows what all values should be, in one of the calls or rounds of these nodes."""
+    known: dict[Hashable, bool] = {}
+    for x in values:
+        maker = comparison.maker.get(x)
+        where = None if maker is None else (maker.callers, maker.rounds)
+        known[where] = known.get(where, True) and not _is_unshaped(comparison, x)
+    here = {(node.callers, node.rounds) for node in first} & known.keys()
+    return any(known[x] for x in here) if here else all(known.values())
 
 
 def _is_unshaped(comparison: Comparison, value: int) -> bool:

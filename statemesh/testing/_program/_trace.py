@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import statemesh as sm
 
+from ..._base._libraries import is_library
+from ..._jax import _compat as compat
 from .._caches import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
 from ._jaxprs import Jaxpr
@@ -140,7 +142,8 @@ def trace(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:
             # Equinox takes strings of NumPy for arrays. In a function they are hidden from it.
             return result, lambda: rest
 
-        return eqx.filter_make_jaxpr(split)(jax.tree.map(type_of, arrays))
+        with compat.backward_lines(is_library):
+            return eqx.filter_make_jaxpr(split)(jax.tree.map(type_of, arrays))
 
     try:
         closed, (types, _), (_, rest) = of(mapped)
