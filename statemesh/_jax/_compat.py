@@ -1,8 +1,6 @@
 """What differs between the versions of JAX, and what its public names do not tell. All found by feature."""
 
 import dataclasses
-import dis
-import functools
 import importlib
 import inspect
 import os
@@ -10,12 +8,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_tb
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -155,81 +152,6 @@ def in_place_of(eqn: Equation) -> Iterator[None]:
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
-
-
-# The scope of the equations that a backward function records inside `backward_lines`.
-BACKWARD = "statemesh.backward"
-
-
-class _TracebackOfEach:
-    """In the place of one traceback for all equations: as it is false, JAX takes that of each."""
-
-    def __bool__(self) -> bool:
-        return False
-
-    def as_python_traceback(self) -> None:
-        """What JAX would add to an error."""
-
-
-def _hands_on(code: CodeType) -> Callable[[Leaf], Leaf]:
-    """An identity that records an equation, on the line where this code returns."""
-    returned = [x.positions for x in dis.get_instructions(code) if x.opname.startswith("RETURN")]
-    line = returned[-1].lineno if returned and returned[-1] else None
-    # Code of this file on this line, so that JAX finds them in the frame.
-    source = "\n" * ((line or code.co_firstlineno) - 1) + "lambda x: named(x, name)"
-    made = compile(source, code.co_filename, "eval")
-    named: Callable[[Leaf], Leaf] = eval(made, {"named": checkpoint_name, "name": BACKWARD})
-    return named
-
-
-@contextmanager
-def backward_lines(is_library: Callable[[str], bool]) -> Iterator[None]:
-    """A context in which equations of a `custom_vjp`'s backward function are recorded with their own lines.
-
-    JAX gives them all the line of the call. It asks the `custom_vjp` for the function when that is called.
-
-    **Arguments:**
-
-    - `is_library`: whether a file belongs to a library. Functions from there keep the line of the call.
-    """
-
-    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is None or is_library(code.co_filename):
-            return function
-
-        @functools.wraps(function)
-        def with_lines(*args: Any, **kwargs: Any) -> Any:
-            of_each: Any = _TracebackOfEach()
-            scope = source_info_util.new_name_stack(BACKWARD)
-            with source_info_util.user_context(of_each, name_stack=scope):
-                results = function(*args, **kwargs)
-                given = {id(x) for x in jax.tree.leaves((args, kwargs))}
-                return jax.tree.map(lambda x: handed_on(x) if id(x) in given else x, results)
-
-        handed_on = _hands_on(code)
-        return with_lines
-
-    class Backward:
-        """The attribute `bwd` of all `custom_vjp`s, each of which keeps its own function."""
-
-        def __get__(self, owner: Any, kind: object = None) -> Any:
-            function = None if owner is None else vars(owner).get("bwd")
-            return function and recorded(function)
-
-        def __set__(self, owner: Any, function: Any) -> None:
-            vars(owner)["bwd"] = function
-
-    kind: Any = jax.custom_vjp
-    before = vars(kind).get("bwd")
-    kind.bwd = Backward()
-    try:
-        yield
-    finally:
-        if before is None:
-            del kind.bwd
-        else:
-            kind.bwd = before
 
 
 def under_jit() -> bool:

@@ -676,7 +676,12 @@ def _truths(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         truths = [*right_values(comparison, x)]
         if truths and truths[0].dtype.kind == "b":
             read = {y for node in needed(nodes, [x]) for y in node.operands} & comparison.indices
-            at = [p for y in sorted(read) if comparison.is_whole(y) for p in right_values(comparison, y)]
+            at = [
+                p
+                for y in sorted(read)
+                if comparison.is_whole(y)
+                for p in right_values(comparison, y)
+            ]
             pairs = itertools.product(truths, at)
             wanted[x] = [(truth, p) for truth, p in pairs if truth.shape == p.shape]
     scopes = [comparison.scopes[x] for x in wanted]

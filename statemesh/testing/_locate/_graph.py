@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from .._program._backward import is_handed_on, is_of_backward
 from .._program._collective_rules import RULES
 from .._program._jaxprs import (
     CALLS,
@@ -26,8 +27,6 @@ from .._program._lines import (
     SourceLine,
     by_statemesh,
     callers_of,
-    is_handed_on,
-    is_of_backward,
     is_transposed,
     line_of,
 )

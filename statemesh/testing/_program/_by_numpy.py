@@ -391,7 +391,6 @@ _ON_EACH_NUMBER: Mapping[str, Callable[..., Any]] = {
     "copy": lambda x: x,
     "copy_p": lambda x: x,
     "name": lambda x: x,
-    "name": lambda x: x,
     "stop_gradient": lambda x: x,
     # The result is given its dtype in any case.
     "convert_element_type": lambda x: x,

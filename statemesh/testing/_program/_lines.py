@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..._base._libraries import OWN_FOLDER, is_library, shown
-from ..._jax import _compat as compat
 from ._jaxprs import Equation
 
 
@@ -175,14 +174,3 @@ def by_statemesh(eqn: Equation) -> bool:
 def is_transposed(eqn: Equation) -> bool:
     """Whether an equation belongs to the backward pass: its line is that of the forward equation."""
     return "transpose(" in str(eqn.source_info.name_stack)
-
-
-def is_of_backward(eqn: Equation) -> bool:
-    """Whether a backward function of the user's has recorded an equation, with its own line."""
-    before, scope, _ = str(eqn.source_info.name_stack).partition(compat.BACKWARD)
-    return bool(scope) and "transpose(" not in before
-
-
-def is_handed_on(eqn: Equation) -> bool:
-    """Whether an equation stands for a cotangent that a backward function of the user's hands on."""
-    return bool(eqn.params.get("name") == compat.BACKWARD)

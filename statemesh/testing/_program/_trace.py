@@ -13,10 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import statemesh as sm
 
-from ..._base._libraries import is_library
-from ..._jax import _compat as compat
 from .._caches import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
+from ._backward import backward_lines
 from ._jaxprs import Jaxpr
 from ._literals import Exact, exact_literals, has_rounded
 from ._numbers import is_key, promoted
@@ -142,7 +141,7 @@ def trace(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:
             # Equinox takes strings of NumPy for arrays. In a function they are hidden from it.
             return result, lambda: rest
 
-        with compat.backward_lines(is_library):
+        with backward_lines():
             return eqx.filter_make_jaxpr(split)(jax.tree.map(type_of, arrays))
 
     try:
