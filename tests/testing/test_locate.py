@@ -1314,8 +1314,79 @@ def of_earlier_rows(x: Any, kind: str) -> Any:
     return jax.grad(loss)(x)
 
 
+@jax.custom_vjp
+def shared_by_all(x: Any) -> Any:
+    return x
+
+
+shared_by_all.defvjp(lambda x: (x, None), lambda _, g: (g,))  # hands a part on, backward
+
+
+def with_parts_of_a_gradient(x: Any) -> Any:
+    return jax.grad(lambda w: (jnp.tanh(x @ shared_by_all(w)) ** 2).sum())(jnp.arange(3.0))
+
+
+@jax.custom_vjp
+def centred_backward(x: Any) -> Any:
+    return jnp.tanh(x)
+
+
+def centred_back(slope: Any, g: Any) -> tuple[Any]:
+    mean = g.mean(0)  # of own rows, backward
+    return (slope * (g - mean),)
+
+
+centred_backward.defvjp(lambda x: (jnp.tanh(x), 1 - jnp.tanh(x) ** 2), centred_back)
+
+
+def with_own_means_of_a_gradient(x: Any) -> Any:
+    return jax.grad(lambda x: (centred_backward(x) ** 2).sum())(x)
+
+
+def trees_in_a_ring(x: Any) -> Any:
+    n = lax.axis_size("data")
+    along = [(k, k + 1) for k in range(n - 1)]
+
+    def hop(_: Any, carry: Any) -> Any:
+        (rows, sums), total = carry
+        total = total + jnp.sin(5 * rows).T @ sums
+        return [lax.ppermute(y, "data", along) for y in (rows, sums)], total  # a tree, open
+
+    return jnp.cos(x * lax.fori_loop(0, n, hop, ([x, x.sum(1)], 0 * x[0]))[1])
+
+
+def in_the_part(table: Any, at: Any, mistake: str) -> Any:
+    own = at - lax.axis_index("data") * len(table)
+    here = (own >= 0) & (own < len(table))
+    if mistake == "one too many":
+        here = (own >= 0) & (own <= len(table))  # one too many
+    found = jnp.where(here[:, None], table[jnp.clip(own, 0, len(table) - 1)], 0)
+    if mistake == "of all shards":
+        found = table[jnp.clip(own, 0, len(table) - 1)]  # of all shards
+    return jnp.tanh(lax.psum(found, "data"))
+
+
+def places_of_the_best(x: Any) -> Any:
+    high, place = lax.top_k(x[:, 0], 2)
+    high = lax.all_gather(high, "data", tiled=True)
+    place = lax.all_gather(place, "data", tiled=True)  # in the own part
+    return place[lax.top_k(high, 2)[1]]
+
+
+def product(a: Any, b: Any, common: Any) -> Any:
+    return lax.psum(a @ b + common, "data")  # what all have, with each part
+
+
+def two_products(x: Any) -> Any:
+    first = product(x[:, 0], x[:, 1], jnp.asarray(0.5))
+    y = jnp.tanh(x * first)
+    return x * product(y[:, 0], y[:, 1], first)
+
+
 # These give the same on all shards.
 OF_ALL_SHARDS = {
+    with_parts_of_a_gradient,
+    places_of_the_best,
     in_its_own_dtype,
     one_round_less,
     one_round_more,
@@ -1361,11 +1432,48 @@ OF_ALL_SHARDS = {
         (running_twice, "without what comes before"),
         (functools.partial(of_earlier_rows, kind="ring"), "in a ring with its derivative"),
         (functools.partial(of_earlier_rows, kind="short"), "too few hops with the derivative"),
+        (with_parts_of_a_gradient, "hands a part on, backward"),
+        (with_own_means_of_a_gradient, "of own rows, backward"),
+        (trees_in_a_ring, "a tree, open"),
+        (places_of_the_best, "in the own part"),
+        (two_products, "what all have, with each part"),
     ],
 )
 def test_the_line_that_comes_first(fun: Any, text: str) -> None:
     out = P() if fun in OF_ALL_SHARDS else ROWS
     assert located(fun, out_specs=out).places[0].line == line_with(text)
+
+
+@pytest.mark.parametrize("mistake", ["one too many", "of all shards"])
+def test_rows_of_other_shards_that_are_no_zeros(mistake: str) -> None:
+    find = functools.partial(in_the_part, mistake=mistake)
+    at = jnp.asarray([1, 6, 3, 2, 4])
+    found = located(find, jnp.asarray(X), at, in_specs=(ROWS, P()), out_specs=P())
+    assert found.places[0].line == line_with(mistake)
+
+
+def test_as_many_rounds_as_along_the_other_axis() -> None:
+    def around(x: Any) -> Any:
+        n = lax.axis_size("data")
+        ahead = [(k, (k + 1) % n) for k in range(n)]
+
+        def hop(_: Any, carry: Any) -> Any:
+            visitor, total = carry
+            return lax.ppermute(visitor, "data", ahead), total + jnp.tanh(visitor).sum(0)
+
+        first = x, 0 * x[0]
+        return lax.fori_loop(0, lax.axis_size("model"), hop, first)[1]  # the other axis
+
+    found = located(around, mesh=AbstractMesh((4, 2), ("data", "model")), out_specs=P())
+    assert found.places[0].line == line_with("the other axis")
+
+
+def test_one_spec_of_two_results_that_are_too_short() -> None:
+    def both(x: Any) -> Any:
+        return (2 * x, x + 1), lax.psum(x.sum(0), "data")
+
+    found = located(both, out_specs=P())
+    assert found.places[0].source.startswith("out_specs of both(...)[0][0]: P()")
 
 
 def test_a_reduction_along_one_axis_of_two() -> None:

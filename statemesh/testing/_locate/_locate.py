@@ -293,6 +293,7 @@ _COST_OF_EVIDENCE = {
     "reduced": 0,
     "unshaped": 4,
     "unsure": 2,
+    "unmasked": 1,
     "related": 1,
     "derivative": 2,
     "index": 5,

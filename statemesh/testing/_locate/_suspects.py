@@ -43,13 +43,23 @@ Callers: TypeAlias = tuple[SourceLine, ...]
 # - "unshaped": the same, but what one device has cannot be the parts of it;
 # - "unsure": the same, but it reads what differs because of the index of a shard, or gives positions in the
 #   shard's own part; or of each number only one shard has what one device has;
+# - "unmasked": of each number only one shard has what one device has, and a sum over shards reads the others;
 # - "related": it makes partial results and multiples only;
 # - "derivative": it asks for derivatives, and they are multiples as they come out;
 # - "index": it makes only what differs because of the index of a shard;
 # - "after": what it reads is wrong already;
 # - "other": it makes what one device has.
 Evidence: TypeAlias = Literal[
-    "first", "reduced", "unshaped", "unsure", "related", "derivative", "index", "after", "other"
+    "first",
+    "reduced",
+    "unshaped",
+    "unsure",
+    "unmasked",
+    "related",
+    "derivative",
+    "index",
+    "after",
+    "other",
 ]
 # By itself it tells nothing.
 _UNTOLD: Sequence[Evidence] = ("unsure", "related", "index", "after")
@@ -105,7 +115,7 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
         if evidence in ("first", "unshaped") and (call := _wrong_call(comparison, group)):
             line, evidence = call, "first"
         elif evidence in _UNTOLD and _is_unmasked(comparison, handed_on, readers):
-            evidence = "first"
+            evidence = "unmasked"
         elif evidence in ("index", "after") and (call := _other_call(comparison, own, natural)):
             suspects.append(Suspect(call, transposed, group, handed_on, "unsure"))
         suspects.append(Suspect(line, transposed, group, handed_on, evidence))
