@@ -1,24 +1,30 @@
 """The two interpreters of `locate`: NumPy, and the replay for what NumPy has no operation for."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from statemesh.testing._locate._evaluate import Evaluator, in_numpy, results_by_numpy
-from statemesh.testing._locate._graph import graph_of
+from statemesh.testing._locate._graph import Node, graph_of
 from statemesh.testing._program._literals import Exact
 from statemesh.testing._program._stacked import MappedAxes, Stacked
 from statemesh.testing._program._trace import NO_MESH
 
 
+# What was compared in this process: an operation that is the same would give the same.
+_COMPARED: set[Any] = set()
+# Lengths in the parameters of operations.
+_LENGTHS = ("shape", "new_sizes", "sizes")
+
+
 def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: MappedAxes, wide: bool) -> set[str]:
     """Run a program node by node. What NumPy computes must be what the replay computes.
 
-    **Returns:** the names of the operations that were compared.
+    **Returns:** the names of the operations that were compared, here or before.
     """
-    compared: set[Any] = set()
+    names: set[str] = set()
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
         graph = graph_of(closed, scope)
         evaluator = Evaluator(graph, wide, Exact())
@@ -30,20 +36,26 @@ def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: MappedAxes, wide
             evaluator.run_node(node, known)
             if node.kind != "run" or results_by_numpy(node, operands, wide) is None:
                 continue
-            types = [
-                # Only lengths of one are special.
-                (tuple(n == 1 for n in value.x.shape), str(value.x.dtype), value.axes)
-                for value in operands
-            ]
-            # An operation that is the same as one before would give the same.
-            key = node.name, str(node.eqn.params), str(types)
-            if key in compared:
+            names.add(node.name)
+            if (key := _kind(node, operands, wide)) in _COMPARED:
                 continue
-            compared.add(key)
+            _COMPARED.add(key)
             by_jax = evaluator.results_by_jax(node, operands)
             for result, other in zip(node.results, by_jax, strict=True):
                 assert_same(known[result], other, node.scope, wide)
-    return {name for name, *_ in compared}
+    return names
+
+
+def _kind(node: Node, operands: Sequence[Stacked], wide: bool) -> Hashable:
+    """What makes an operation another one. Of lengths only those of one are special."""
+    axes = [*node.scope.sizes]
+    types = [
+        (tuple(n == 1 for n in value.x.shape), str(value.x.dtype), *map(axes.index, value.axes))
+        for value in operands
+    ]
+    params = {name: x for name, x in node.eqn.params.items() if name not in _LENGTHS}
+    results = [tuple(n == 1 for n in getattr(var.aval, "shape", ())) for var in node.eqn.outvars]
+    return node.name, wide, str(params), str(types), str(results)
 
 
 def assert_same(result: Stacked, other: Stacked, scope: MappedAxes, wide: bool) -> None:

@@ -1383,6 +1383,14 @@ def two_products(x: Any) -> Any:
     return x * product(y[:, 0], y[:, 1], first)
 
 
+def with_a_share(x: Any) -> Any:
+    share = 1 / lax.axis_size("data")
+    a = x * share  # by the shards, named once
+    b = jnp.tanh(x) - share
+    c = (x**2).max(1, keepdims=True) * share
+    return a + b, c
+
+
 # These give the same on all shards.
 OF_ALL_SHARDS = {
     with_parts_of_a_gradient,
@@ -1437,6 +1445,7 @@ OF_ALL_SHARDS = {
         (trees_in_a_ring, "a tree, open"),
         (places_of_the_best, "in the own part"),
         (two_products, "what all have, with each part"),
+        (with_a_share, "by the shards, named once"),
     ],
 )
 def test_the_line_that_comes_first(fun: Any, text: str) -> None:

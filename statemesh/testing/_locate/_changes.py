@@ -26,6 +26,8 @@ from ._suspects import REDUCTIONS, SUMS, Suspect, by_gradient, is_first, is_wron
 
 # Offsets are tried for so many lengths of arrays.
 _MOST_LENGTHS = 4
+# So many numbers that differ on one device are tried.
+_MOST_NUMBERS = 8
 # So many ways to split an array are tried.
 _MOST_CHOICES = 3
 
@@ -543,6 +545,35 @@ def of_losses(comparison: Comparison) -> Iterator[Trial]:
             for factor in (1 / size, float(size)):
                 changes = {x: _multiplied(x, factor) for x in come_out}
                 yield Trial(suspect, changes, 0.75)
+
+
+def of_one_device(comparison: Comparison) -> Iterator[Trial]:
+    """Floats that several lines name, such as a share, as on one device wherever they are read."""
+    found: dict[tuple[Any, Any], dict[int, Node]] = {}
+    for node, partner in comparison.partners.items():
+        for x, y in zip(node.operands, partner.operands, strict=False):
+            got, want = comparison.named(x, y)
+            is_other = isinstance(got, float) and isinstance(want, float) and got != want
+            if is_other and node.line is not None and not _is_of_mean(comparison, node):
+                found.setdefault((got, want), {}).setdefault(x, node)
+    for (_, want), readers in itertools.islice(found.items(), _MOST_NUMBERS):
+        reading = sorted(readers.values(), key=comparison.mesh.nodes.index)
+        first = next((node for node in reading if not node.transposed), None)
+        # Of one line, what it makes is tried.
+        if first is not None and len({node.line for node in reading}) > 1:
+            changes = {
+                x: dataclasses.replace(
+                    constant(np.full(tuple(node.scope.sizes.values()), want)), scope=node.scope
+                )
+                for x, node in readers.items()
+            }
+            yield Trial(Suspect(first.line, False, [first], [*changes], "other"), changes, 0.25)
+
+
+def _is_of_mean(comparison: Comparison, node: Node) -> bool:
+    """Whether a node makes a mean of a sum over shards. Who divides by their number means to."""
+    makers = [comparison.maker.get(x) for x in node.operands]
+    return node.name == "div" and any(x is not None and x.name in SUMS for x in makers)
 
 
 def at_hand(comparison: Comparison) -> Iterator[Trial]:

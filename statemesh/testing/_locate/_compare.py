@@ -132,6 +132,14 @@ class Comparison:
                 if is_scalar and 0 < part < all_parts == part * node.scope.sizes[name]:
                     yield int(part)
 
+    def named(self, x: int, y: int) -> tuple[Any, Any]:
+        """The numbers that both programs name in the same place; none where they do not."""
+        if x not in self.mesh.constants or y not in self.single.constants:
+            return None, None
+        values = (numbers(known[z].x) for known, z in zip(self._known, (x, y), strict=True))
+        a, b = (value.item() if value.shape == () else None for value in values)
+        return a, b
+
     def got(self, value: int) -> Numbers:
         """What shards have, with all mesh axes of the value's scope in front."""
         return on_all_shards(self.values[value], self.scopes[value])

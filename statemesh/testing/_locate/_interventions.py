@@ -5,7 +5,16 @@ import re
 from collections.abc import Callable, Sequence
 
 from .._program._lines import SourceLine
-from ._changes import Trial, at_hand, of_gradients, of_losses, reductions, simple_changes, unreduced
+from ._changes import (
+    Trial,
+    at_hand,
+    of_gradients,
+    of_losses,
+    of_one_device,
+    reductions,
+    simple_changes,
+    unreduced,
+)
 from ._compare import Comparison
 from ._graph import Node
 from ._reruns import MOST_NODES, Again, Reruns, runs_of
@@ -40,7 +49,7 @@ def mending(
     calls = [call for suspect in suspects for call in of_single_calls(suspect)]
     # As many of each kind are tried as there is time for, reductions first.
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
-    trials += of_gradients(comparison, suspects)
+    trials += [*of_gradients(comparison, suspects), *of_one_device(comparison)]
     # What a round hands on hardly tells a loss from a share of it.
     trials += of_losses(comparison) if again is not None else ()
     rest: list[Trial] = []
