@@ -549,24 +549,23 @@ def of_losses(comparison: Comparison) -> Iterator[Trial]:
 
 def of_one_device(comparison: Comparison) -> Iterator[Trial]:
     """Floats that several lines name, such as a share, as on one device wherever they are read."""
-    found: dict[tuple[Any, Any], dict[int, Node]] = {}
-    for node, partner in comparison.partners.items():
-        for x, y in zip(node.operands, partner.operands, strict=False):
+    # For each number, and the one in its place, the values and the nodes that first read them.
+    found: dict[tuple[float, float], dict[int, Node]] = {}
+    for node in comparison.mesh.nodes:
+        partner = comparison.partners.get(node)
+        for x, y in zip(node.operands, partner.operands, strict=False) if partner else ():
             got, want = comparison.named(x, y)
             is_other = isinstance(got, float) and isinstance(want, float) and got != want
             if is_other and node.line is not None and not _is_of_mean(comparison, node):
                 found.setdefault((got, want), {}).setdefault(x, node)
     for (_, want), readers in itertools.islice(found.items(), _MOST_NUMBERS):
-        reading = sorted(readers.values(), key=comparison.mesh.nodes.index)
-        first = next((node for node in reading if not node.transposed), None)
+        first = next((node for node in readers.values() if not node.transposed), None)
         # Of one line, what it makes is tried.
-        if first is not None and len({node.line for node in reading}) > 1:
-            changes = {
-                x: dataclasses.replace(
-                    constant(np.full(tuple(node.scope.sizes.values()), want)), scope=node.scope
-                )
-                for x, node in readers.items()
-            }
+        if first is not None and len({node.line for node in readers.values()}) > 1:
+            changes = {}
+            for x, node in readers.items():
+                everywhere = np.full(tuple(node.scope.sizes.values()), want)
+                changes[x] = dataclasses.replace(constant(everywhere), scope=node.scope)
             yield Trial(Suspect(first.line, False, [first], [*changes], "other"), changes, 0.25)
 
 

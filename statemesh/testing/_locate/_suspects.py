@@ -320,9 +320,7 @@ def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[in
     first = [node for node in nodes if is_first(comparison, node)]
     if first:
         is_unsure = all(
-            not comparison.positions.isdisjoint(node.operands)
-            or _is_of_a_part(comparison, node)
-            or _sums_of_one(comparison, node)
+            not comparison.positions.isdisjoint(node.operands) or _is_of_a_part(comparison, node)
             for node in first
         )
         if is_unsure:
