@@ -1197,7 +1197,15 @@ def counted_rows(x: Any) -> Any:
         total, count = x.sum(), (x > 0).sum()  # a number and a whole number
         return jnp.sin(3 * x * total / (1 + count)), None
 
-    # The number after the loop is another one on one device, and next to nothing.
+    return lax.scan(once, x, None, length=4)[0]
+
+
+def below_the_second_in_rounds(x: Any) -> Any:
+    def once(x: Any, _: Any) -> Any:
+        second = lax.top_k(x[:, 0], 2)[0][-1]  # not everyone's, in rounds
+        return jnp.sin(3 * x - second), None
+
+    # The number after the loop is another one on one device.
     return lax.scan(once, x, None, length=4)[0] + 1e-30 / lax.axis_size("data")
 
 
@@ -1428,6 +1436,7 @@ OF_ALL_SHARDS = {
         (rolled_with_own_numbers, "its own in a rolled loop"),
         (rolled_apart, "one of two, rolled"),
         (counted_rows, "a number and a whole number"),
+        (below_the_second_in_rounds, "not everyone's, in rounds"),
         (small_everywhere, "somewhere"),
         (in_its_own_dtype, "narrowed"),
         (numbered, "times the shards"),
