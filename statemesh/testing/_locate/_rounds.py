@@ -259,7 +259,8 @@ class _NextRounds:
         x, constants = node.operands[k], self._comparison.mesh.constants
         before = self._makers.get(self._loop.earlier.get(node.results[0], -1))
         if before is not None and {x, before.operands[k]} <= constants.keys():
-            return read(x) + number * (read(x) - read(before.operands[k]))
+            # This way truths have a difference too.
+            return (1 + number) * read(x) - number * read(before.operands[k])
         return read(x)
 
 
