@@ -1138,7 +1138,7 @@ def the_first_goes_on(x: Any) -> Any:
 def one_round_less_with_truths(x: Any) -> Any:
     n, total, moved = lax.axis_size("data"), jnp.zeros_like(x[0]), x
     for k in range(max(n - 1, 1)):  # another number of rounds, with truths
-        before = jnp.where(jnp.asarray(k == 0), 0, total)
+        before = lax.select_n(jnp.asarray(k > 0), 0 * total, total)
         total = before + jnp.tanh(moved).sum(0)
         moved = lax.ppermute(moved, "data", [(i, (i + 1) % n) for i in range(n)])
     return total
