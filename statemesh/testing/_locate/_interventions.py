@@ -5,21 +5,14 @@ import re
 from collections.abc import Callable, Sequence
 
 from .._program._lines import SourceLine
-from ._changes import (
-    Trial,
-    at_hand,
-    of_gradients,
-    of_losses,
-    of_one_device,
-    reductions,
-    simple_changes,
-    unreduced,
-)
+from ._changes import reductions, simple_changes
 from ._compare import Comparison
 from ._graph import Node
 from ._reruns import MOST_NODES, Again, Reruns, runs_of
 from ._rounds import of_rounds
+from ._several_lines import at_hand, of_gradients, of_losses, of_one_device, unreduced
 from ._suspects import Suspect, of_single_calls
+from ._trials import Trial
 
 
 # A cause that may stand at more lines than these is not sure.

@@ -27,7 +27,6 @@ from .._program._trace import (
     weighted_gradient,
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
-from ._changes import Trial
 from ._compare import Comparison, both_traced, compare_traced, inside, right_values
 from ._interventions import cause, mending
 from ._located import (
@@ -54,6 +53,7 @@ from ._suspects import (
     others,
     suspects_of,
 )
+from ._trials import Trial
 
 
 # A report names so many.

@@ -11,11 +11,11 @@ import numpy as np
 from .._program._jaxprs import aligned, names_of
 from .._program._lines import SourceLine, loops_around
 from .._types import Numbers
-from ._changes import Trial, moved
 from ._compare import Comparison
 from ._graph import Node
 from ._reruns import Change, Changes, Read, results_on_all_shards, same_as
 from ._suspects import Suspect
+from ._trials import Trial, moved
 
 
 # So many loops are looked at.

@@ -14,7 +14,6 @@ from .. import _errors as errors
 from .._program._jaxprs import names_of
 from .._program._stacked import as_names, names_of_spec
 from .._types import Numbers
-from ._changes import reduced_by
 from ._compare import Comparison
 from ._evaluate import on_all_shards
 from ._graph import Node
@@ -29,6 +28,7 @@ from ._reruns import (
     runs_of,
 )
 from ._suspects import REDUCTIONS
+from ._trials import reduced_by
 
 
 # What the named policies are in NumPy.
