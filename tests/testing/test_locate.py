@@ -1427,6 +1427,7 @@ OF_ALL_SHARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "text"),
     [
@@ -1472,6 +1473,12 @@ OF_ALL_SHARDS = {
 def test_the_line_that_comes_first(fun: Any, text: str) -> None:
     out = P() if fun in OF_ALL_SHARDS else ROWS
     assert located(fun, out_specs=out).places[0].line == line_with(text)
+
+
+def test_a_derivative_that_a_function_hands_on() -> None:
+    first = located(with_parts_of_a_gradient, out_specs=P()).places[0]
+    assert first.operation == "a derivative that is handed on"
+    assert first.note == "the sum over 'data' of what shards have is the value on one device"
 
 
 @pytest.mark.parametrize("mistake", ["one too many", "of all shards"])

@@ -173,6 +173,7 @@ _OPERATIONS: Mapping[str, str] = {
     "scan": "a loop",
     "while": "a loop",
     "cond": "a branch",
+    "name": "a derivative that is handed on",
 }
 
 # Nodes that no equation of the program makes.

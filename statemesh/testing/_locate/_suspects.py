@@ -306,14 +306,10 @@ def _is_unmasked(
     They should have zeros, so that what makes the values is wrong, not the sum.
     """
     return any(
-        is_of_one(comparison, x) and is_first(comparison, node) and _sums_of_one(comparison, node)
+        node.name in SUMS and is_of_one(comparison, x) and is_first(comparison, node)
         for x in values
         for node in readers[x]
     )
-
-
-def _sums_of_one(comparison: Comparison, node: Node) -> bool:
-    return node.name in SUMS and any(is_of_one(comparison, x) for x in node.operands)
 
 
 def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[int]) -> Evidence:
