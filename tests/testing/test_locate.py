@@ -1409,6 +1409,12 @@ def with_a_share(x: Any) -> Any:
     return a + b, c
 
 
+def products_with_a_number(x: Any) -> Any:
+    number = lax.pmax(x.max(), "data")
+    total = lax.psum(x.T @ x + number, "data")  # a number, with each part
+    return x @ jnp.tanh(total / 8)
+
+
 # These give the same on all shards.
 OF_ALL_SHARDS = {
     with_parts_of_a_gradient,
@@ -1467,6 +1473,7 @@ OF_ALL_SHARDS = {
         (trees_in_a_ring, "a tree, open"),
         (places_of_the_best, "in the own part"),
         (two_products, "what all have, with each part"),
+        (products_with_a_number, "a number, with each part"),
         (with_a_share, "by the shards, named once"),
     ],
 )

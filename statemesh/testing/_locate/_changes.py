@@ -21,7 +21,7 @@ from ._positions import (
     of_truths,
     of_whole_numbers,
 )
-from ._reruns import Change, Read, same_as
+from ._reruns import Change, Read, results_on_all_shards, same_as
 from ._suspects import REDUCTIONS, SUMS, Suspect, is_first
 from ._trials import REDUCED_BY, Trial, moved, multiplied, reduced_by
 
@@ -284,15 +284,20 @@ def _added_inside(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             alike = maker is not None and maker.name == "add" and {*names} <= {*sizes}
             if maker is None or not alike or not names:
                 return
-            parts, whole = maker.operands[1 - k], maker.operands[k]
-            summed = functools.partial(_sum_and, parts, whole, tuple(map(sizes.index, names)))
+            at = tuple(map(sizes.index, names))
+            summed = functools.partial(_with_whole, comparison, maker, k, at)
             changes[node.results[0]] = Change(summed, node.scope)
         yield Trial(suspect, changes, 0)
 
 
-def _sum_and(parts: int, whole: int, at: tuple[int, ...], read: Read) -> Numbers:
-    """The sum of what all shards have of one value, and another value added to it."""
-    return read(parts).sum(at, keepdims=True) + read(whole)
+def _with_whole(
+    comparison: Comparison, node: Node, whole: int, at: tuple[int, ...], read: Read
+) -> Numbers:
+    """What a node of two operands makes of one that is whole and the sum of the other over shards."""
+    given = [read(x) for x in node.operands]
+    parts = given[1 - whole]
+    given[1 - whole] = np.broadcast_to(parts.sum(at, keepdims=True), parts.shape)
+    return results_on_all_shards(comparison, node, given)[0]
 
 
 def _with_sums(node: Node, total: int, at: tuple[int, ...], read: Read) -> Numbers:
