@@ -1414,8 +1414,9 @@ def gram(x: Any) -> Any:
 
 
 def products_with_a_number(x: Any) -> Any:
-    y = jnp.tanh(x @ gram(x) / 8)
-    return x @ gram(y)
+    for _ in range(lax.axis_size("data")):  # other steps than on one device
+        x = 1 * x
+    return x @ jnp.tanh(gram(x) / 8)
 
 
 # These give the same on all shards.
