@@ -23,6 +23,12 @@ _Rule: TypeAlias = Callable[..., Any]
 _Params: TypeAlias = Mapping[str, Any]
 
 
+def _as(x: Numbers, dtype: Any) -> Numbers:
+    """In another dtype. Of complex numbers that become real NumPy would warn."""
+    is_real = x.dtype.kind == "c" and np.dtype(dtype).kind != "c"
+    return (x.real if is_real else x).astype(dtype, copy=False)
+
+
 def operands_for_numpy(eqn: Equation, values: Sequence[Stacked], axes: Axes) -> list[Numbers]:
     """The operands of an equation as NumPy's arrays, whose first axes are the mesh axes `axes`.
 
@@ -62,7 +68,7 @@ def by_numpy(
     def run(*xs: Numbers) -> list[Numbers]:
         results = rule(*xs) if several else [rule(*xs)]
         pairs = zip(results, dtypes, strict=True)
-        return [np.asarray(x).astype(dtype, copy=False) for x, dtype in pairs]
+        return [_as(np.asarray(x), dtype) for x, dtype in pairs]
 
     return run
 

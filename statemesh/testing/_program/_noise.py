@@ -122,7 +122,10 @@ class Promoted(OwnDtypes):
         if name == "reduce_precision":
             return list(xs)
         if name == "convert_element_type" and is_inexact(eqn.params["new_dtype"]):
-            return [jnp.asarray(xs[0], promoted(eqn.params["new_dtype"]))]
+            dtype = promoted(eqn.params["new_dtype"])
+            # A derivative may make a real number of a complex one. JAX would warn of the part that is lost.
+            is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
+            return [jnp.asarray(xs[0].real if is_real else xs[0], dtype)]
         if not self.keeps_dtype(eqn):
             try:
                 return _promoted_results(eqn, _results(eqn, xs, wide=True))
