@@ -23,13 +23,7 @@ from .._program._jaxprs import (
     operands_of_call,
     operands_of_loop,
 )
-from .._program._lines import (
-    SourceLine,
-    by_statemesh,
-    callers_of,
-    is_transposed,
-    line_of,
-)
+from .._program._lines import SourceLine, by_statemesh, callers_of, is_transposed, line_of
 from .._program._stacked import MappedAxes, names_of_spec
 
 

@@ -179,9 +179,7 @@ def of_positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     if suspect.transposed or not suspect.nodes:
         return
     # In all calls of the line: positions that are wrong can give the right row by accident.
-    nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
-    read_here = {x for node in nodes for x in node.operands}
-    handed_on = [x for node in nodes for x in node.results if x not in read_here]
+    nodes, handed_on = _of_all_calls(comparison, suspect)
     if is_wrong_before(comparison, nodes):
         # Right positions put right what was wrong before.
         return
@@ -204,14 +202,19 @@ def of_positions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             yield Trial(suspect, masked, 1 + is_later, is_fixed=True)
 
 
+def _of_all_calls(comparison: Comparison, suspect: Suspect) -> tuple[list[Node], list[int]]:
+    """The nodes of a line, and what they make that other lines read."""
+    nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
+    read_here = {x for node in nodes for x in node.operands}
+    return nodes, [x for node in nodes for x in node.results if x not in read_here]
+
+
 def of_truths(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     """The truths that one device has, only for the positions in a shard's own part of an array.
 
     The positions are whole numbers that the line reads. On one device they are those in the whole array.
     """
-    nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
-    read_here = {x for node in nodes for x in node.operands}
-    handed_on = [x for node in nodes for x in node.results if x not in read_here]
+    nodes, handed_on = _of_all_calls(comparison, suspect)
     # For each of the truths what shards may have to have, each with the positions on which it depends.
     wanted: dict[int, list[tuple[Numbers, Numbers]]] = {}
     for x in filter(comparison.is_number, handed_on):
