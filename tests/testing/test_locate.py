@@ -1809,3 +1809,91 @@ def test_no_cause_is_told_where_another_line_gives_the_axis() -> None:
         return table[among_all("model", len(x))] * x
 
     assert located(read, X, X, mesh=GRID, in_specs=(P(), ROWS)).cause is None
+
+
+TALL = AbstractMesh((4, 2), ("data", "model"))
+
+
+@pytest.mark.parametrize(
+    ("of_state", "of_marks", "source", "cause"),
+    [
+        (P("data"), P("data"), "in_specs of args[1]: P('data')", "P('model') for args[1]"),
+        (P("model"), P("model"), "the spec of args[0]: P('model')", "P('data') for args[0]"),
+    ],
+)
+def test_a_spec_that_gives_shards_parts_of_another_shape(
+    of_state: Any, of_marks: Any, source: str, cause: str
+) -> None:
+    """Shapes that the function was not written for are broadcast where it can: it is mapped again."""
+
+    def step(weights: Any, marks: Any, x: Any) -> Any:
+        # Shards with other numbers of rows than weights take the first ones.
+        weights = weights.value[: len(x)]
+        x = x[: len(weights)] * jnp.cos(weights)[:, None]
+        mean = lax.pmean(x.mean(0), "data")
+        return jnp.tanh(mean), jnp.exp(lax.psum(jnp.sin(marks).sum(), "model"))
+
+    state = sm.State(jnp.linspace(0, 1, 8), spec=of_state)
+    marks = jnp.linspace(-1, 2, 8)
+    specs = (None, of_marks, ROWS)
+    found = located(step, state, marks, X, mesh=TALL, in_specs=specs, out_specs=P())
+    assert found.places[0].source == source
+    assert found.cause == f"with {cause}, all results are right"
+
+
+def test_the_spec_of_a_part_of_a_state() -> None:
+    def step(state: Any, x: Any) -> Any:
+        rows = state.value["rows"][: len(x)]
+        total = lax.psum((x * jnp.cos(rows)[:, None]).sum(0), "data")
+        return jnp.tanh(total) * state.value["scale"]
+
+    value = {"rows": jnp.linspace(0, 1, 8), "scale": jnp.ones(3)}
+    state = sm.State(value, spec={"rows": P(), "scale": P()})
+    found = located(step, state, X, in_specs=(None, ROWS), out_specs=P(), mesh=MESH)
+    assert found.places[0].source == "the spec of args[0].value['rows']: P()"
+    assert found.cause == "with P('data') for args[0].value['rows'], all results are right"
+
+
+def test_an_edge_of_the_shard_itself_shows_in_the_derivative_only() -> None:
+    def loss(x: Any) -> Any:
+        size = lax.axis_size("data")
+        # Only where the programs have other steps are such changes tried.
+        x = x.T.T if size > 1 else x
+        last = lax.ppermute(x[-1:], "data", [(k, (k + 1) % size) for k in range(size)])
+        first = x[:1]  # the first row of this shard itself
+        wide = jnp.concatenate([last, x, first])
+        return (jnp.sin(wide[2:] - 0.5 * wide[:-2]) ** 2 * x).sum()
+
+    found = located(lambda x: x - 0.1 * jax.grad(loss)(x))
+    assert found.places[0].line == line_with("the first row of this shard itself")
+
+
+def test_a_mean_of_means_of_parts() -> None:
+    def regions(x: Any) -> Any:
+        total, count = x.sum(0), (x > 0).sum(0) + 1.0
+        return lax.pmean(total / jnp.maximum(count, 1), "data")  # mean of means
+
+    found = located(regions, out_specs=P())
+    assert line_with("mean of means") in [place.line for place in found.places[:2]]
+
+
+def test_gradients_one_of_which_is_a_multiple() -> None:
+    """A sum over another axis is still missing in one of the gradients that lack a mean."""
+    mesh = AbstractMesh((4, 2), ("data", "model"))
+
+    def step(w: Any, bias: Any, x: Any) -> Any:
+        def loss(w: Any, bias: Any) -> Any:
+            guess = lax.psum(jnp.tanh(x @ w).sum(1), "model") + bias
+            return (guess**2).mean() / lax.axis_size("model")
+
+        grads = jax.grad(loss, (0, 1))(w, bias)
+        of_bias = lax.psum(grads[1], "model")  # reads them first
+        return w - 0.1 * grads[0], bias - 0.1 * of_bias
+
+    w = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
+    specs = (P(None, "model"), P(), ROWS)
+    found = located(
+        step, w, jnp.ones(()), X, mesh=mesh, in_specs=specs, out_specs=(P(None, "model"), P())
+    )
+    assert found.places[0].line == line_with("reads them first")
+    assert found.cause is None or "pmean" in found.cause

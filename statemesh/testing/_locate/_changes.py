@@ -28,12 +28,20 @@ from ._trials import REDUCED_BY, Trial, moved, multiplied, reduced_by
 
 # How far a value moves between shards, with the words for it.
 _SHIFTS = {1: "a move to the next shard", -1: "a move to the shard before", 0: "no move"}
+# So many terms of a loss are tried one by one.
+_MOST_TERMS = 4
+# What cuts a part out of an array.
+_CUTTING = ("slice", "dynamic_slice", "squeeze", "reshape")
 _LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
 
 
 def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     """Values that a line makes, reduced over a mesh axis or multiplied by its size."""
     yield from _reductions_of(comparison, suspect, suspect.values)
+    if suspect.transposed and len(suspect.values) > 1:
+        # Where a loss is a sum of several terms, their derivatives are made of constants only.
+        for x in [x for x in suspect.values if x in comparison.indices][:_MOST_TERMS]:
+            yield from _reductions_of(comparison, suspect, [x])
     if suspect.evidence == "after" and not suspect.transposed:
         yield from _reductions_of(comparison, suspect, _of_all_calls(comparison, suspect))
     if suspect.evidence == "first" and not suspect.transposed:
@@ -104,18 +112,28 @@ def _reductions_of(
             np.allclose(array, array.take([0], at), rtol=1e-10, atol=0, equal_nan=True)
             for array in arrays.values()
         ]
-        # What a line after it reduces along the same axis is not what lacks a reduction.
+        # What a line after it reduces along the same axis is not what lacks a reduction, not even where that
+        # line computes something before.
         of_reduction = cost + 0.5 * all(_is_reduced(comparison, x, name) for x in arrays)
+        of_reduction += 0.75 * all(_is_reduced_after(comparison, x, name) for x in arrays)
         # One reduction that is missing is likelier than several.
         of_reduction += 0.25 * (len(arrays) > 1)
-        for collective, reduce in REDUCED_BY.items() if not any(equal) else ():
+        kinds_along = {_along(comparison, x, name) for x in arrays}
+        # Parts of an array are no parts of a sum, and maxima have no such derivatives.
+        is_split = any(kind in ("parts", "overlapping") for kind, _ in kinds_along)
+        for collective, reduce in REDUCED_BY.items() if not any(equal) and not is_split else ():
             if collective == "pmean" and not is_float:
+                continue
+            if collective == "pmax" and suspect.transposed:
                 continue
             changes = {x: reduced_by(x, reduce, at) for x in arrays}
             words = f"with jax.lax.{collective}(..., {name!r})"
             # Who reduces along other axes has forgotten this one, unless other calls of the line are right.
             is_forgotten = _has_reduction(suspect, collective) and _is_all(comparison, suspect)
-            yield Trial(suspect, changes, of_reduction - 0.25 * is_forgotten, words, True)
+            # What is a multiple after it lacks something else.
+            is_multiple = any(_is_multiple_by(collective, kind, size) for kind in kinds_along)
+            of_this = of_reduction - 0.25 * is_forgotten + 0.5 * is_multiple
+            yield Trial(suspect, changes, of_this, words, True)
         if not any(equal):
             changes = {x: reduced_by(x, _last, at) for x in arrays}
             words = f"with what the last shard along {name!r} has"
@@ -124,8 +142,9 @@ def _reductions_of(
             changes = {x: multiplied(x, factor) for x in arrays}
             scaled = "multiplied" if factor > 1 else "divided"
             words = f"{scaled} by the number of shards, {size},"
-            # A sum in the place of a mean is likelier than a factor that is missing.
-            of_factor = cost + 0.5 * is_added
+            # A sum in the place of a mean is likelier than a factor that is missing. In a derivative both are
+            # the same, and of a mistaken sum the values would differ too.
+            of_factor = cost + 0.5 * (is_added or suspect.transposed)
             here = _other_mean(comparison, suspect, values, name, is_mean=factor > 1)
             yield Trial(suspect, changes, of_factor, words, is_added, is_factor=True, here=here)
 
@@ -164,12 +183,45 @@ def _is_all(comparison: Comparison, suspect: Suspect) -> bool:
     return all(node.callers in wrong for node in comparison.mesh.nodes if node.line == suspect.line)
 
 
+def _along(comparison: Comparison, value: int, name: Hashable) -> tuple[str, float]:
+    """What a value is along a mesh axis, and of what it is a multiple; empty where nobody knows it."""
+    known = comparison.relations[value]
+    kinds = {other: kind for other, kind, _ in known.kinds} if known else {}
+    return kinds.get(str(name), ""), known.factor if known else 1.0
+
+
+def _is_multiple_by(collective: str, along: tuple[str, float], size: int) -> bool:
+    """Whether a sum or mean over shards gives a multiple of what one device has."""
+    kind, factor = along
+    if kind not in ("sum", "mean") or collective not in ("psum", "pmean"):
+        return False
+    as_other = 1.0 if collective == f"p{kind}" else float(size) if kind == "mean" else 1 / size
+    return abs(factor * as_other - 1) > 1e-6
+
+
 def _is_reduced(comparison: Comparison, value: int, name: Hashable) -> bool:
     """Whether all that reads a value reduces it along a mesh axis."""
     readers = [node for node in comparison.mesh.nodes if value in node.operands]
     return bool(readers) and all(
         node.name.startswith(REDUCTIONS) and name in names_of(node.eqn) for node in readers
     )
+
+
+def _is_reduced_after(comparison: Comparison, value: int, name: Hashable) -> bool:
+    """Whether each line that reads a value reduces along a mesh axis what it makes of it."""
+    maker, reduced, reading = comparison.maker.get(value), set[Hashable](), set[Hashable]()
+    # For what is made of the value, the line and the call that read it, and have computed something of it.
+    made: dict[int, Hashable] = {}
+    for node in comparison.mesh.nodes:
+        here = node.line, node.callers, node.rounds
+        if value in node.operands and (maker is None or node.line != maker.line):
+            reading.add(here)
+            made.update(dict.fromkeys(node.results, here))
+        elif any(made.get(x) == here for x in node.operands):
+            made.update(dict.fromkeys(node.results, here))
+            if node.name.startswith(REDUCTIONS) and name in names_of(node.eqn):
+                reduced.add(here)
+    return bool(reading) and reading == reduced
 
 
 def _last(array: Numbers, axis: int, keepdims: bool) -> Numbers:
@@ -195,6 +247,7 @@ def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
                 yield Trial(suspect, changes, cost, text)
     yield from _added_apart(comparison, suspect)
     yield from _added_inside(comparison, suspect)
+    yield from _own_edges(comparison, suspect)
     yield from of_counts(comparison, suspect)
     yield from of_positions(comparison, suspect)
     yield from of_truths(comparison, suspect)
@@ -243,6 +296,29 @@ def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> C
                 for x, source in zip(node.results, node.operands, strict=True)
             }
             yield 0, changes, f"with {move} along {names[0]!r}"
+
+
+def _own_edges(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """A part of a shard's own array, in the place of that of a shard beside it, in the derivative too."""
+    # What a derivative adds to those of other uses is not a part of this one.
+    here = [x for x in comparison.mesh.nodes if x.line == suspect.line]
+    nodes = [node for node in here if node.name != "add_any"]
+    read_here = {x for node in nodes for x in node.operands}
+    edges, back = (
+        [x for node in nodes if node.transposed is side for x in node.results if x not in read_here]
+        for side in (False, True)
+    )
+    scopes = [comparison.scopes[x] for x in (*edges, *back)]
+    is_cut = all(node.transposed or node.name in _CUTTING for node in nodes)
+    is_known = all(map(comparison.is_number, (*edges, *back)))
+    if not (is_cut and edges and is_known) or any(scope != scopes[0] for scope in scopes):
+        return
+    for at, (name, size) in enumerate(scopes[0].sizes.items()):
+        for shift in (1, -1) if size > 1 else ():
+            for is_open in (False, True):
+                changes = {x: moved(x, at, shift, is_open=is_open) for x in edges}
+                changes |= {x: moved(x, at, -shift, is_open=is_open) for x in back}
+                yield Trial(suspect, changes, 1, f"with {_SHIFTS[shift]} along {name!r}")
 
 
 def _is_back(node: Node, move: Node) -> bool:

@@ -40,7 +40,7 @@ def mending(
     """
     comparison = reruns.comparison
     calls = [call for suspect in suspects for call in of_single_calls(suspect)]
-    # As many of each kind are tried as there is time for, reductions first.
+    # As many of each kind are tried as there is time for, the likeliest first.
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
     trials += [*of_gradients(comparison, suspects), *of_one_device(comparison)]
     # What a round hands on hardly tells a loss from a share of it.
@@ -49,13 +49,13 @@ def mending(
     if others is not None:
         more = [*unreduced(comparison), *at_hand(comparison)]
         more += (x for suspect in suspects for x in simple_changes(comparison, suspect))
-        trials += [*sorted(more, key=_cost), *of_rounds(comparison)]
+        trials += [*more, *of_rounds(comparison)]
         rest += (x for suspect in others for x in simple_changes(comparison, suspect))
     early, late = [x for x in trials if not _is_late(x)], [x for x in trials if _is_late(x)]
     good = []
-    for some in (early, sorted(rest, key=_cost), late):
+    for some in (early, rest, late):
         most = reruns.nodes_run + MOST_NODES
-        for trial in some:
+        for trial in sorted(some, key=_order):
             if reruns.nodes_run > most:
                 break
             if _mends(reruns, trial):
@@ -81,6 +81,11 @@ def _is_late(trial: Trial) -> bool:
 
 def _cost(trial: Trial) -> int | float:
     return trial.cost
+
+
+def _order(trial: Trial) -> int | float:
+    """What is tried first. That a line reads the index of a shard says little against it."""
+    return trial.cost + (trial.suspect.evidence == "index")
 
 
 def cause(
@@ -110,7 +115,8 @@ def cause(
         if trial.is_added or trial.is_factor:
             lines |= _before(comparison, trial)
         if trial.is_added and trial.suspect.line:
-            lines |= _after(comparison, trial) or {*handed_on(trial.suspect, trial.suspect.line)}
+            lines |= _after(comparison, trial)
+            lines |= {*handed_on(trial.suspect, trial.suspect.line)}
     known = sorted(line for line in lines if line is not None)
     if len(known) < len(lines) or len(known) > _MOST_LINES:
         return None
@@ -155,8 +161,10 @@ def _calls_by_name(line: SourceLine) -> bool:
 def _before(comparison: Comparison, trial: Trial) -> set[SourceLine | None]:
     """The lines before, at which what a change adds can stand as well; a `None` among them is any line."""
     lines: set[SourceLine | None] = {None} if trial.suspect.transposed else set()
-    # In the first round of a loop: in the others, all that comes in may be wrong.
-    nodes = list({id(node.eqn): node for node in reversed(trial.suspect.nodes)}.values())
+    # In the first call of a function and round of a loop: in the others, all that comes in may be wrong.
+    first = trial.suspect.nodes[0]
+    runs = [(node.callers, node.rounds) for node in (first, *trial.suspect.nodes)]
+    nodes = [x for x, run in zip(trial.suspect.nodes, runs[1:], strict=True) if run == runs[0]]
     results_here = {x for node in nodes for x in node.results}
     for x in {x for node in nodes for x in node.operands} - results_here:
         before = comparison.maker.get(x)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -24,6 +24,7 @@ from .._program._trace import (
     is_array_or_type,
     name_of,
     on_one_device,
+    trace_exactly,
     weighted_gradient,
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
@@ -38,6 +39,7 @@ from ._located import (
     shapes_in_words,
     whole_values,
 )
+from ._other_specs import of_mapping_again
 from ._reruns import Again, Outcome, Reruns
 from ._specs import of_lengths, of_other_axes, of_other_policies
 from ._suspects import (
@@ -62,6 +64,8 @@ _MOST_PLACES = 3
 _REARRANGING = ("split", "slice", "squeeze", "reshape", "transpose", "concatenate", "dynamic_slice")
 _LEFT_AS_IT_IS = "a value that this line leaves as it is, unlike others that are made with it"
 _NO_LINE = "this result, made by no line of yours"
+# The places of specs, and what puts all right.
+_OfSpecs: TypeAlias = tuple[list[Place], str | None]
 # Whether a report raises a failure of `locate` instead of telling it; our tests set this.
 RAISE_FAILURES = False
 
@@ -195,6 +199,7 @@ def _compared(
             f"locate: the call on the mesh returns {len(on_mesh)} arrays, and the one on one device "
             f"{len(on_device)}. Only one of the two returns: {', '.join(only[:8])}."
         )
+    of_mapping = _of_mapping(mapped, traces[1], arrays, kept, is_wide=jax.config.jax_enable_x64)
     runs = [(True, widened(arrays).values)]
     if narrow and any(
         _is_inexact(x) and promoted(x.dtype) != x.dtype for x in jax.tree.leaves(arrays)
@@ -205,13 +210,15 @@ def _compared(
             comparison = compare_traced(traces, values, wide=wide)
             if not all(comparison.right):
                 again = functools.partial(_run_again, traces, arrays, kept, wide=wide)
-                found = _located(comparison, traces, call, functools.cache(again))
+                of_specs = functools.partial(of_mapping, lambda: arrays, wide)
+                found = _located(comparison, traces, call, functools.cache(again), of_specs)
                 return dataclasses.replace(found, rounding=not wide)
         make = functools.partial(_with_other_floats, arrays, kept)
         other = _compared_with(traces, make, wide=True) if others else None
         if other is not None and not all(other.right):
             again = functools.partial(_run_again, traces, arrays, kept, wide=True)
-            found = _located(other, traces, call, functools.cache(again))
+            of_specs = functools.partial(of_mapping, make, True)
+            found = _located(other, traces, call, functools.cache(again), of_specs)
             return dataclasses.replace(found, other_floats=True)
     return None
 
@@ -243,8 +250,48 @@ def _run_again(
     return None if other is None else Reruns(other)
 
 
+def _of_mapping(
+    mapped: Fun, reference: Trace, arrays: PyTree, kept: Collection[str], *, is_wide: bool
+) -> Callable[[Callable[[], PyTree], bool], _OfSpecs]:
+    """What finds the spec with which a function has to be mapped, so that all its results are right.
+
+    **Arguments:**
+
+    - `is_wide`: whether the user's JAX has 64 bits.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def find(make: Callable[[], PyTree], wide: bool) -> _OfSpecs:
+        def is_right(other: Fun, call: PyTree) -> bool | None:
+            leaves, treedef = tree_util.tree_flatten(call)
+            try:
+                with jax.enable_x64(is_wide), jax.sharding.use_abstract_mesh(mesh):
+                    traces = trace_exactly(other, treedef, leaves), reference
+            except (
+                Exception
+            ):  # A function may raise any error for parts that it was not written for.
+                return None
+            found = _compared_with(traces, make, wide=wide)
+            if found is None or not all(found.right):
+                return None if found is None else False
+            again = _compared_with(
+                traces, functools.partial(generic, arrays, kept, seed=2), wide=wide
+            )
+            return again is None or all(again.right)
+
+        if not isinstance(mapped, sm.StatefulMapping):
+            return [], None
+        return of_mapping_again(mapped, arrays, is_right)
+
+    return find
+
+
 def _located(
-    comparison: Comparison, traces: Sequence[Trace], call: PyTree, again: Again
+    comparison: Comparison,
+    traces: Sequence[Trace],
+    call: PyTree,
+    again: Again,
+    of_specs: Callable[[], _OfSpecs],
 ) -> Located:
     """Where two traced calls differ, by what speaks for it: specs, then lines, then the result itself."""
     names, paths = ("args", "kwargs"), traces[0].paths
@@ -254,12 +301,18 @@ def _located(
         for path, x in tree_util.tree_flatten_with_path(call)[0]
         if is_array_or_type(x) or is_numpy(x)
     ]
-    likeliest, reason = of_lengths(comparison, paths, arguments), None
+    (likeliest, is_all), reason = of_lengths(comparison, paths, arguments), None
+    if likeliest and not is_all:
+        found, reason = of_specs()
+        known = {place.source for place in found}
+        likeliest = [*found, *(place for place in likeliest if place.source not in known)]
     if not likeliest:
         likeliest, reason, is_explained = places(comparison, again)
         if not is_explained:
-            of_specs, reason_of_specs = of_other_axes(comparison, arguments, paths, again)
-            likeliest, reason = [*of_specs, *likeliest], reason_of_specs or reason
+            found, reason_of_specs = of_other_axes(comparison, arguments, paths, again)
+            if not found:
+                found, reason_of_specs = of_specs()
+            likeliest, reason = [*found, *likeliest], reason_of_specs or reason
         of_policies, is_likelier = of_other_policies(comparison, arguments, paths, again)
         # A line can do what another policy would.
         position = 0 if is_likelier else 1
@@ -386,15 +439,21 @@ class _Search:
 
 def _search(comparison: Comparison, again: Again | None = None) -> _Search:
     reruns, suspects = Reruns(comparison), suspects_of(comparison)
+    # The likeliest first: of a long program there is time for some lines only.
     outcomes: dict[Suspect, Outcome | None] = {}
-    is_done = False
-    for suspect in suspects:
-        # Right values at a line after one that puts everything right would do so too.
-        outcomes[suspect] = None if is_done else reruns.try_right(suspect)
-        is_done |= outcomes[suspect] == "all" and suspect.evidence not in _UNDECIDED
+    positions = {suspect: position for position, suspect in enumerate(suspects)}
+    last = len(suspects)
+    for suspect in sorted(suspects, key=lambda x: _COST_OF_EVIDENCE[x.evidence] + x.transposed):
+        if positions[suspect] > last:
+            continue
+        outcomes[suspect] = reruns.try_right(suspect)
+        if outcomes[suspect] == "all" and suspect.evidence not in _UNDECIDED:
+            last = positions[suspect]
         if suspect.evidence == "after" and reruns.ends_with(suspect.values):
             # Who changes the results themselves puts them right in any case.
             outcomes[suspect] = None
+    # Right values at a line after one that puts everything right would do so too.
+    outcomes |= dict.fromkeys(suspects[last + 1 :])
     lines = [suspect for suspect in suspects if suspect.line]
     is_sure = comparison.matched and any(
         outcomes[suspect] == "all"
@@ -407,7 +466,6 @@ def _search(comparison: Comparison, again: Again | None = None) -> _Search:
     trials = mending(reruns, changed, None if is_sure else others(comparison, suspects), again)
     # The cost of an intervention, the position of its line in the program, and the line. Lines that lead to
     # no wrong result come last.
-    positions = {suspect: position for position, suspect in enumerate(suspects)}
     interventions = [(x.cost, positions.get(x.suspect, len(suspects)), x.suspect) for x in trials]
     for x in lines:
         evidence = _COST_OF_EVIDENCE[x.evidence] + _COST_OF_DERIVATIVE * x.transposed

@@ -16,10 +16,12 @@ from ._compare import Comparison
 from ._evaluate import on_all_shards
 from ._graph import Node
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards
-from ._suspects import SUMS, Suspect, by_gradient
+from ._suspects import SUMS, Suspect, by_gradient, is_multiple
 from ._trials import REDUCED_BY, Trial, multiplied, reduced_by
 
 
+# A loss is made on so many lines, nearest to its end.
+_MOST_LINES = 4
 # So many numbers that differ on one device are tried.
 _MOST_NUMBERS = 8
 
@@ -61,13 +63,19 @@ def of_gradients(comparison: Comparison, suspects: Sequence[Suspect]) -> Iterato
     of_derivatives = {x for suspect in suspects if suspect.transposed for x in suspect.values}
     gradients = sorted(of_derivatives & read_later)
     lacking = [_lacking(comparison, x) for x in gradients]
+    multiples = [is_multiple(comparison, x) for x in gradients]
     for name in set.intersection(*map(set, lacking)) if len(gradients) > 1 else ():
-        kinds = {of_each[name] for of_each in lacking}
-        words = f"with jax.lax.{kinds.pop()}(..., {name!r})" if len(kinds) == 1 else ""
-        changes = {
-            x: reduced_by(x, REDUCED_BY[of_each[name]], [*comparison.scopes[x].sizes].index(name))
-            for x, of_each in zip(gradients, lacking, strict=True)
-        }
+        kinds = [of_each[name] for of_each in lacking]
+        known = {kind for kind, is_unsure in zip(kinds, multiples, strict=True) if not is_unsure}
+        if not known:
+            continue
+        (only, *others) = sorted(known)
+        words = f"with jax.lax.{only}(..., {name!r})" if not others else ""
+        changes = {}
+        for x, kind, is_unsure in zip(gradients, kinds, multiples, strict=True):
+            # A multiple of a sum is one of a mean too.
+            reduce = REDUCED_BY[only if is_unsure else kind]
+            changes[x] = reduced_by(x, reduce, [*comparison.scopes[x].sizes].index(name))
         reading = [node for node in later if not changes.keys().isdisjoint(node.operands)]
         by_line = {node.line: node for node in reversed(reading)}
         for cost, line in enumerate([*reversed(by_line)][:2]):
@@ -78,7 +86,7 @@ def of_gradients(comparison: Comparison, suspects: Sequence[Suspect]) -> Iterato
 def _lacking(comparison: Comparison, value: int) -> dict[str, str]:
     """For the mesh axes along which a value is a part of a sum or mean, what reduces it."""
     known = comparison.relations[value]
-    if known is None or known.factor != 1 or not comparison.is_number(value):
+    if known is None or not comparison.is_number(value):
         return {}
     return {name: f"p{kind}" for name, kind, _ in known.kinds if kind in ("sum", "mean")}
 
@@ -86,7 +94,8 @@ def _lacking(comparison: Comparison, value: int) -> dict[str, str]:
 def of_losses(comparison: Comparison) -> Iterator[Trial]:
     """The last lines of losses, with all gradients multiplied or divided by the number of shards.
 
-    A loss that all shards have is a sum of equal shares, where a derivative is summed over them.
+    A loss that all shards have is a sum of equal shares, where a derivative is summed over them. Where the
+    loss itself is read too, it is multiplied with them.
     """
     later = [node for node in comparison.mesh.nodes if not node.transposed]
     read_later = {x for node in later for x in node.operands}
@@ -96,10 +105,17 @@ def of_losses(comparison: Comparison) -> Iterator[Trial]:
         if line is None or not come_out or not all(map(comparison.is_number, come_out)):
             continue
         last = line if returns(line) else next(iter(uses_of(line)), line)
-        suspect = Suspect(last, False, backward[:1], come_out, "other")
-        for size in {size for size in backward[0].scope.sizes.values() if size > 1}:
+        tried = [Suspect(last, False, backward[:1], come_out, "other")]
+        for line in [*dict.fromkeys(node.line for node in backward)][:_MOST_LINES]:
+            nodes = [node for node in later if node.line == line]
+            others = {x for node in later if node.line != line for x in node.operands}
+            values = [x for node in nodes for x in node.results if x in others]
+            if values and all(comparison.differs(x) and comparison.is_number(x) for x in values):
+                tried.append(Suspect(line, False, nodes, [*come_out, *values], "other"))
+        sizes = {size for size in backward[0].scope.sizes.values() if size > 1}
+        for suspect, size in itertools.product(tried, sizes):
             for factor in (1 / size, float(size)):
-                changes = {x: multiplied(x, factor) for x in come_out}
+                changes = {x: multiplied(x, factor) for x in suspect.values}
                 yield Trial(suspect, changes, 0.75)
 
 

@@ -42,10 +42,11 @@ _POLICIES: Mapping[str, Callable[..., Any]] = {
 
 def of_lengths(
     comparison: Comparison, results: Sequence[str], arguments: Sequence[str]
-) -> list[Place]:
+) -> tuple[list[Place], bool]:
     """The specs that give results another length on a mesh, the likeliest first.
 
-    They are ordered by how many results each explains, by cost, and by their place among the specs.
+    They are ordered by how many results each explains, by cost, and by their place among the specs. And
+    whether results of another length are all that is wrong.
 
     **Arguments:**
 
@@ -88,7 +89,9 @@ def of_lengths(
             key = f"{which}: {errors.spec_str(spec)}, {d}" if is_shared else source
             specs.setdefault(key, []).append((cost, place))
     order = sorted(specs.values(), key=lambda each: (-len(each), min(cost for cost, _ in each)))
-    return [each[0][1] for each in order]
+    wrong = [k for k, right in enumerate(comparison.right) if not right]
+    shapes = [[values[k].x.shape for values in comparison.ends] for k in wrong]
+    return [each[0][1] for each in order], all(got != want for got, want in shapes)
 
 
 # Of arguments and results
