@@ -83,7 +83,10 @@ def named(report: str, mistake: Mistake) -> list[int]:
             is_there = place["file"].endswith(f"/{path.name}")
             found.append(int(place["line"]) if is_there else 0)
         if spec := _SPECS.match(text):
-            found.append(line if mistake.code.startswith(spec["which"]) else 0)
+            is_there = mistake.code.startswith(spec["which"])
+            # Or the specs of a step have a name.
+            is_there |= spec["which"] == "in_specs" and _is_shared_spec(mistake)
+            found.append(line if is_there else 0)
         if of_state := _OF_STATES.match(text):
             # The mistake may be that there is none.
             texts = mistake.code, mistake.instead_of

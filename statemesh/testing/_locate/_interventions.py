@@ -40,22 +40,24 @@ def mending(
     """
     comparison = reruns.comparison
     calls = [call for suspect in suspects for call in of_single_calls(suspect)]
-    # As many of each kind are tried as there is time for, the likeliest first.
+    # As many of each kind are tried as there is time for: reductions first, and of both what is likely.
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
     trials += [*of_gradients(comparison, suspects), *of_one_device(comparison)]
     # What a round hands on hardly tells a loss from a share of it.
     trials += of_losses(comparison) if again is not None else ()
+    trials.sort(key=_order)
     rest: list[Trial] = []
     if others is not None:
         more = [*unreduced(comparison), *at_hand(comparison)]
         more += (x for suspect in suspects for x in simple_changes(comparison, suspect))
-        trials += [*more, *of_rounds(comparison)]
+        trials += [*sorted(more, key=_order), *of_rounds(comparison)]
         rest += (x for suspect in others for x in simple_changes(comparison, suspect))
+        rest.sort(key=_order)
     early, late = [x for x in trials if not _is_late(x)], [x for x in trials if _is_late(x)]
     good = []
-    for some in (early, rest, late):
-        most = reruns.nodes_run + MOST_NODES
-        for trial in sorted(some, key=_order):
+    for some, count in ((early, reruns.most_nodes), (rest, MOST_NODES), (late, MOST_NODES)):
+        most = reruns.nodes_run + count
+        for trial in some:
             if reruns.nodes_run > most:
                 break
             if _mends(reruns, trial):
@@ -85,7 +87,7 @@ def _cost(trial: Trial) -> int | float:
 
 def _order(trial: Trial) -> int | float:
     """What is tried first. That a line reads the index of a shard says little against it."""
-    return trial.cost + (trial.suspect.evidence == "index")
+    return trial.cost + 0.5 * (trial.suspect.evidence == "index")
 
 
 def cause(

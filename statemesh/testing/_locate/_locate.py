@@ -439,11 +439,12 @@ class _Search:
 
 def _search(comparison: Comparison, again: Again | None = None) -> _Search:
     reruns, suspects = Reruns(comparison), suspects_of(comparison)
-    # The likeliest first: of a long program there is time for some lines only.
+    # Of a long program there is time for some lines only. Last come those that read what is wrong already, and
+    # derivatives.
     outcomes: dict[Suspect, Outcome | None] = {}
     positions = {suspect: position for position, suspect in enumerate(suspects)}
     last = len(suspects)
-    for suspect in sorted(suspects, key=lambda x: _COST_OF_EVIDENCE[x.evidence] + x.transposed):
+    for suspect in sorted(suspects, key=lambda x: x.evidence == "after" or x.transposed):
         if positions[suspect] > last:
             continue
         outcomes[suspect] = reruns.try_right(suspect)

@@ -81,16 +81,25 @@ def _others(
             alike = [x for x in known if x.spec == spec]
             for d, new in _other_specs(spec, sizes):
                 for some in _groups(alike, d, is_single=is_single):
-                    others = {
-                        name for x in known if x not in some for name in names_of_spec(x.spec)
-                    }
-                    changed = {*names_of_spec(spec)} ^ {*names_of_spec(new)}
-                    # Who splits nothing else along an axis, or all else, means that.
-                    is_likely = len(changed) > 1 or changed <= others
+                    if not _is_likely(some, [x for x in known if x not in some], new):
+                        continue
                     key = frozenset(x.path for x in some), new
-                    if is_likely and key not in tried:
+                    if key not in tried:
                         tried.add(key)
                         yield some, new
+
+
+def _is_likely(some: Sequence[_Spec], others: Sequence[_Spec], new: PartitionSpec) -> bool:
+    """Whether the author may have meant another spec. Who splits no batch at all along an axis means that.
+
+    States are split otherwise than a batch.
+    """
+    before, after = {*names_of_spec(some[0].spec)}, {*names_of_spec(new)}
+    if before - after and after - before:
+        return True
+    kinds = {x.is_state for x in some}
+    like = [x for x in others if x.is_state in kinds] if before - after else others
+    return before ^ after <= {name for x in like for name in names_of_spec(x.spec)}
 
 
 def _groups(alike: Sequence[_Spec], d: int, *, is_single: bool) -> Iterator[Sequence[_Spec]]:

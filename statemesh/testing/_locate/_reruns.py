@@ -26,8 +26,10 @@ from ._graph import Node, needed
 from ._suspects import OF_ORDER, REDUCTIONS, Suspect, is_first, is_wrong_before
 
 
-# So many nodes run again for right values, for simple changes, for specs, and for policies, each.
+# So many nodes run again for right values, for simple changes, for specs, and for policies, each. Of a long
+# program, right values and changes of its likely lines are tried that take so many runs of the whole.
 MOST_NODES = 30_000
+_MOST_RUNS = 50
 
 # What gives a value, with all mesh axes in front.
 Read: TypeAlias = Callable[[int], Numbers]
@@ -74,11 +76,13 @@ class Reruns:
     **Attributes:**
 
     - `nodes_run`: how many nodes have run so far.
+    - `most_nodes`: how many may run for the likely lines.
     """
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.nodes_run = comparison, 0
         graph = comparison.mesh
+        self.most_nodes = max(MOST_NODES, _MOST_RUNS * len(graph.nodes))
         self._broken = frozenset(k for k, right in enumerate(comparison.right) if not right)
         self._needed = [needed(graph.nodes, [x]) for x in graph.results]
         # For each result the values that it depends on.
@@ -142,7 +146,7 @@ class Reruns:
     def try_right(self, suspect: Suspect) -> Outcome | None:
         """What comes of right values at a line; `None` if nobody knows these."""
         values, differs = suspect.values, self.comparison.differs
-        if not values or not all(map(differs, values)) or self.nodes_run > MOST_NODES:
+        if not values or not all(map(differs, values)) or self.nodes_run > self.most_nodes:
             return None
         choices = [list(right_values(self.comparison, x)) for x in values]
         if not all(choices):
