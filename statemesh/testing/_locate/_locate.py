@@ -439,8 +439,8 @@ class _Search:
 
 def _search(comparison: Comparison, again: Again | None = None) -> _Search:
     reruns, suspects = Reruns(comparison), suspects_of(comparison)
-    # Of a long program there is time for some lines only. Last come those that read what is wrong already, and
-    # derivatives.
+    # Of a long program there is time for some lines only. Last come derivatives, and lines that read what is
+    # wrong already.
     outcomes: dict[Suspect, Outcome | None] = {}
     positions = {suspect: position for position, suspect in enumerate(suspects)}
     last = len(suspects)
