@@ -117,8 +117,10 @@ def cause(
         if trial.is_added or trial.is_factor:
             lines |= _before(comparison, trial)
         if trial.is_added and trial.suspect.line:
-            lines |= _after(comparison, trial)
-            lines |= {*handed_on(trial.suspect, trial.suspect.line)}
+            after = _after(comparison, trial)
+            lines |= after
+            if after != {trial.suspect.line}:
+                lines |= {*handed_on(trial.suspect, trial.suspect.line)}
     known = sorted(line for line in lines if line is not None)
     if len(known) < len(lines) or len(known) > _MOST_LINES:
         return None
