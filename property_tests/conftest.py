@@ -3,13 +3,11 @@
 `HYPOTHESIS_PROFILE=deep` draws many examples. Where `CI` is set, every run draws the same examples.
 """
 
-from jaxtyping import install_import_hook
-
 import tests.annotations
-import tests.compiling  # noqa: F401
+import tests.compiling
 
 
-install_import_hook("statemesh", "tests.annotations.checked")
+tests.annotations.install()
 
 from statemesh.testing import load_profile, set_devices  # noqa: E402
 from statemesh.testing._locate import _locate  # noqa: E402

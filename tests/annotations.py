@@ -14,10 +14,18 @@ from typing import Any
 
 import jaxtyping
 from beartype import beartype
+from jaxtyping import install_import_hook
 
 
 if "JAXTYPING_DISABLE" not in os.environ:
     jaxtyping.config.update("jaxtyping_disable", True)
+
+
+def install() -> None:
+    """Checks the annotations of the package from now on, if asked to."""
+    if not jaxtyping.config.jaxtyping_disable:
+        install_import_hook("statemesh", "tests.annotations.checked")
+
 
 _made: dict[Any, Callable[..., Any]] = {}
 

@@ -5,17 +5,15 @@ from collections.abc import Iterator
 import jaxtyping
 import pytest
 from jax.sharding import AxisType
-from jaxtyping import install_import_hook
 
 import tests.annotations
-import tests.compiling  # noqa: F401
+import tests.compiling
 
 
-if not jaxtyping.config.jaxtyping_disable:
-    install_import_hook("statemesh", "tests.annotations.checked")
+tests.annotations.install()
 
-from statemesh.testing import load_profile, set_devices
-from statemesh.testing._locate import _locate
+from statemesh.testing import load_profile, set_devices  # noqa: E402
+from statemesh.testing._locate import _locate  # noqa: E402
 
 
 set_devices(8)
