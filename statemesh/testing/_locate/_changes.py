@@ -44,6 +44,10 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             yield from _reductions_of(comparison, suspect, [x])
     if suspect.evidence == "after" and not suspect.transposed:
         yield from _reductions_of(comparison, suspect, _of_all_calls(comparison, suspect))
+    if suspect.evidence == "related" and not suspect.transposed:
+        # What the line itself sums along some axes, before it makes more of it.
+        sums = {x for node in suspect.nodes if node.name in SUMS for x in node.results}
+        yield from _reductions_of(comparison, suspect, sorted(sums.difference(suspect.values)))
     if suspect.evidence == "first" and not suspect.transposed:
         # The parts of a sum to which the line itself adds what is whole.
         calls = _calls(comparison, suspect.line)
@@ -115,7 +119,7 @@ def _reductions_of(
         # What a line after it reduces along the same axis is not what lacks a reduction, not even where that
         # line computes something before.
         of_reduction = cost + 0.5 * all(_is_reduced(comparison, x, name) for x in arrays)
-        of_reduction += 0.75 * all(_is_reduced_after(comparison, x, name) for x in arrays)
+        of_reduction += all(is_reduced_after(comparison, x, name) for x in arrays)
         # One reduction that is missing is likelier than several.
         of_reduction += 0.25 * (len(arrays) > 1)
         kinds_along = {_along(comparison, x, name) for x in arrays}
@@ -207,7 +211,7 @@ def _is_reduced(comparison: Comparison, value: int, name: Hashable) -> bool:
     )
 
 
-def _is_reduced_after(comparison: Comparison, value: int, name: Hashable) -> bool:
+def is_reduced_after(comparison: Comparison, value: int, name: Hashable) -> bool:
     """Whether each line that reads a value reduces along a mesh axis what it makes of it."""
     maker, reduced, reading = comparison.maker.get(value), set[Hashable](), set[Hashable]()
     # For what is made of the value, the line and the call that read it, and have computed something of it.

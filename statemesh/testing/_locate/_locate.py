@@ -28,6 +28,7 @@ from .._program._trace import (
     weighted_gradient,
 )
 from .._types import AnyLeaf, Fun, PyTree, tree_util
+from ._changes import is_reduced_after
 from ._compare import Comparison, both_traced, compare_traced, inside, right_values
 from ._interventions import cause, mending
 from ._located import (
@@ -40,6 +41,7 @@ from ._located import (
     whole_values,
 )
 from ._other_specs import of_mapping_again
+from ._relations import Relation
 from ._reruns import Again, Outcome, Reruns
 from ._specs import of_lengths, of_other_axes, of_other_policies
 from ._suspects import (
@@ -456,6 +458,11 @@ def _search(comparison: Comparison, again: Again | None = None) -> _Search:
     # Right values at a line after one that puts everything right would do so too.
     outcomes |= dict.fromkeys(suspects[last + 1 :])
     lines = [suspect for suspect in suspects if suspect.line]
+    if "all" in outcomes.values():
+        # There is one mistake, and it leads to all wrong results.
+        for x in lines:
+            if outcomes[x] in ("some", None) and not reruns.leads_to_all(x.values):
+                outcomes[x] = "none"
     is_sure = comparison.matched and any(
         outcomes[suspect] == "all"
         and suspect.evidence in ("first", "reduced")
@@ -469,12 +476,25 @@ def _search(comparison: Comparison, again: Again | None = None) -> _Search:
     # no wrong result come last.
     interventions = [(x.cost, positions.get(x.suspect, len(suspects)), x.suspect) for x in trials]
     for x in lines:
-        evidence = _COST_OF_EVIDENCE[x.evidence] + _COST_OF_DERIVATIVE * x.transposed
+        evidence = _COST_OF_EVIDENCE[x.evidence] + _BEFORE * _is_reduced_after(comparison, x)
+        evidence += _COST_OF_DERIVATIVE * x.transposed
         interventions.append((evidence + _COST_OF_OUTCOME[outcomes[x]], positions[x], x))
     for cost, position, x in [*interventions]:
         if x.evidence in _UNDECIDED and (other := of_the_others(comparison, x)):
             interventions.append((cost - _BEFORE, position, other))
     return _Search(reruns, suspects, trials, interventions)
+
+
+def _is_reduced_after(comparison: Comparison, suspect: Suspect) -> bool:
+    """Whether a line makes partial results which the next line reduces after it has computed more of them."""
+    along = {
+        (x, axis)
+        for x in suspect.values
+        for axis, kind, _ in (comparison.relations[x] or Relation()).kinds
+        if kind in ("sum", "mean")
+    }
+    is_partial = suspect.evidence == "related" and not suspect.transposed
+    return is_partial and bool(along) and all(is_reduced_after(comparison, *x) for x in along)
 
 
 def _places_at(
@@ -495,7 +515,9 @@ def _places_at(
 
     is_handed = not any(is_first(comparison, node) for node in suspect.nodes)
     if is_handed and all(node.name in _REARRANGING for node in suspect.nodes):
-        return [*at(_rearranged(comparison, suspect)), place]
+        rearranged = _rearranged(comparison, suspect)
+        if rearranged or suspect.evidence != "related":
+            return [*at(rearranged), place]
     is_incomplete = suspect.evidence in incomplete or (trial is not None and trial.is_added)
     if suspect.transposed:
         return [place, *at(_gives(comparison, suspect))]
@@ -508,7 +530,9 @@ def _places_at(
     handed_on = _handed_on(comparison, suspect, line) if call is None else uses_of(call)[:1]
     # Who gives a value another name, or returns it by its name, had something else to do with it, unless the
     # line itself reduces it along some axes.
-    reduces = any(node.name.startswith(REDUCTIONS) for node in suspect.nodes)
+    reduces = any(
+        node.name.startswith(REDUCTIONS) and node.line == line for node in comparison.mesh.nodes
+    )
     renamed = [x for x in handed_on if renames(call or line, x) and not reduces]
     others = [x for x in handed_on if x not in renamed]
     if call is None:
@@ -526,13 +550,13 @@ def _gives(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:
 
 
 def _rearranged(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:
-    """The last line before one that computes nothing, where that makes something unrelated.
+    """The first line before one that computes nothing, where that makes something unrelated.
 
     What is wrong was so before, where nobody knows what the parts should be.
     """
     read = [x for node in suspect.nodes for x in node.operands if comparison.is_unrelated(x)]
     makers = [comparison.maker[x].line for x in read if x in comparison.maker]
-    return [line for line in makers if line is not None and line != suspect.line][-1:]
+    return [line for line in makers if line is not None and line != suspect.line][:1]
 
 
 def _handed_on(comparison: Comparison, suspect: Suspect, line: SourceLine) -> Sequence[SourceLine]:

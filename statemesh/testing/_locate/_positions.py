@@ -26,7 +26,7 @@ _MOST_LENGTHS = 4
 # So many ways to split an array are tried.
 _MOST_CHOICES = 3
 # What makes trials of nodes of one kind gives their cost, the changes, and the change in words.
-Changed: TypeAlias = Iterator[tuple[int, Changes, str]]
+Changed: TypeAlias = Iterator[tuple[float, Changes, str]]
 
 
 def of_indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> Changed:
@@ -68,7 +68,9 @@ def of_whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[N
     elif jnp.issubdtype(aval.dtype, jnp.signedinteger):
         # Those without a sign are bits of random numbers, as a rule.
         for summand in (1, -1):
-            yield 0, {x: _increased(x, np.asarray(summand)) for x in values}, ""
+            # Who counts from 0 does so on purpose.
+            cost = 0.25 * (nodes[0].name == "iota")
+            yield cost, {x: _increased(x, np.asarray(summand)) for x in values}, ""
         indices = [node for node in suspect.nodes if node.name == "axis_index"]
         counted = {name for node in indices for name in names_of(node.eqn)}
         is_multiple = nodes[0].name == "mul" and suspect.evidence == "index" and not aval.shape
@@ -77,8 +79,11 @@ def of_whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[N
                 yield 1, dict.fromkeys(values, constant(offset)), ""
         lengths = {*aval.shape[-1:], *_constants_of(comparison, nodes).values()}
         for name, length, offset in _offsets(comparison, scope, len(aval.shape), lengths):
-            cost = int(length not in lengths)
-            yield cost, {x: _increased(x, offset) for x in values}, _added(length, name)
+            yield (
+                int(length not in lengths),
+                {x: _increased(x, offset) for x in values},
+                _added(length, name),
+            )
 
 
 def of_operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> Changed:

@@ -178,6 +178,14 @@ class Reruns:
                 chosen.update(node.results)
         return ends <= chosen
 
+    def leads_to_all(self, values: Collection[int]) -> bool:
+        """Whether all wrong results are made from these values."""
+        made = {*values}
+        for node in self.comparison.mesh.nodes:
+            if not made.isdisjoint(node.operands):
+                made.update(node.results)
+        return made.issuperset(self.comparison.mesh.results[k] for k in self._broken)
+
     def _outcome(self, changes: Changes) -> Outcome:
         """How many of the wrong results are right with a change."""
         is_all, some = self._reaches_all(changes), False

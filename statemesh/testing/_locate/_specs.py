@@ -240,18 +240,26 @@ def of_other_policies(
     parts = {x: node.results[0] for node in nodes if node.kind == "split" for x in node.operands}
     for x, path in zip(comparison.mesh.inputs, arguments, strict=True):
         old_values.setdefault(_within(path), []).append(parts.get(x, x))
-    ends = zip(comparison.mesh.results, comparison.right, results, strict=True)
-    for operand, path in [(x, path) for x, right, path in ends if not right]:
-        old = [x for x in old_values.get(_within(path), ()) if x in comparison.values]
-        for policy, other, changes in _with_other_policies(comparison, operand, old):
+    by_state: dict[str, list[tuple[int, str]]] = {}
+    for x, right, path in zip(comparison.mesh.results, comparison.right, results, strict=True):
+        if not right:
+            by_state.setdefault(_state(path), []).append((x, path))
+    for state, ends in by_state.items():
+        changed: dict[tuple[str | None, str], dict[int, Change]] = {}
+        for operand, path in ends:
+            old = [x for x in old_values.get(_within(path), ()) if x in comparison.values]
+            for policy, other, changes in _with_other_policies(comparison, operand, old):
+                changed.setdefault((policy, other), {}).update(changes)
+        for (policy, other), changes in changed.items():
             if reruns.nodes_run > MOST_NODES:
                 return [], False
             if reruns.mends(changes) and all(x.mends(changes) for x in runs_of(again)):
-                source = f"the write policy of {_state(path)}: reduce={policy!r}"
+                source = f"the write policy of {state}: reduce={policy!r}"
                 source += f", where {other!r} puts all results right"
                 got, want = f"reduce={policy!r}", f"reduce={other!r}"
                 place = Place("", 0, source, "the policy", got=got, want=want, shards="")
-                is_theirs = any(_does_to(comparison, x, other, old) for x in changes)
+                all_old = [x for same in old_values.values() for x in same]
+                is_theirs = any(_does_to(comparison, x, other, all_old) for x in changes)
                 return [place], policy is not None or is_theirs
     return [], False
 
@@ -259,12 +267,15 @@ def of_other_policies(
 def _does_to(comparison: Comparison, written: int, policy: str, old: Sequence[int]) -> bool:
     """Whether a line makes a state of what it was before as a policy reduces, and all else itself."""
     maker = comparison.maker.get(written)
-    if maker is None or maker.name != {"sum": "add", "max": "max", "min": "min"}.get(policy):
+    names = {"sum": ("add", "scatter-add"), "max": ("max",), "min": ("min",)}.get(policy, ())
+    if maker is None or maker.name not in names:
         return False
-    others = [comparison.maker.get(x) for x in maker.operands if x not in old]
+    # The places of what is added into an array are not reduced.
+    operands = [x for k, x in enumerate(maker.operands) if maker.name != "scatter-add" or k != 1]
+    others = [comparison.maker.get(x) for x in operands if x not in old]
     # What an earlier line makes may lack the reduction there.
     is_own = all(node is not None and node.line == maker.line for node in others)
-    return is_own and len(others) < len(maker.operands)
+    return is_own and len(others) < len(operands)
 
 
 def _with_other_policies(

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._program._lines import SourceLine, line_of_gradient
 from .._program._literals import COMPARISONS
-from .._program._numbers import is_inexact
+from .._program._numbers import is_inexact, numbers
 from ._compare import Comparison, right_values
 from ._graph import Node, Round, needed
 
@@ -207,6 +207,12 @@ def is_multiple(comparison: Comparison, value: int) -> bool:
     return known is not None and known.factor != 1
 
 
+def _is_part_of_sum(comparison: Comparison, value: int) -> bool:
+    known = comparison.relations[value]
+    kinds = [kind for _, kind, _ in known.kinds] if known and known.factor == 1 else []
+    return "sum" in kinds and "mean" not in kinds
+
+
 def is_of_one(comparison: Comparison, value: int) -> bool:
     """Whether of each number only one shard has what one device has."""
     known = comparison.relations[value]
@@ -331,9 +337,13 @@ def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[in
 
 
 def _wrong_call(comparison: Comparison, nodes: Sequence[Node]) -> SourceLine | None:
-    """The line that calls the function of these nodes with arrays of another shape than its other calls."""
+    """The line that calls the function of these nodes with arrays of another shape than its other calls.
+
+    Or with another number.
+    """
     first = next(node for node in nodes if is_first(comparison, node))
-    if first.line is None or not any(_is_unshaped(comparison, x) for x in first.results):
+    is_unshaped = any(_is_unshaped(comparison, x) for x in first.results)
+    if first.line is None or not (is_unshaped or _has_own_number(comparison, first)):
         return None
     alike = [x for x in comparison.mesh.nodes if x.line == first.line]
     unrelated = [x for x in alike if any(map(comparison.is_unrelated, x.results))]
@@ -343,6 +353,20 @@ def _wrong_call(comparison: Comparison, nodes: Sequence[Node]) -> SourceLine | N
         return None
     (path,) = wrong
     return _call_alone(path, right)
+
+
+def _has_own_number(comparison: Comparison, node: Node) -> bool:
+    """Whether a node reads another number of the program's text than in the other calls of its line."""
+    read: dict[Callers, list[list[bytes | None]]] = {}
+    for x in comparison.mesh.nodes:
+        if _kind(x) == _kind(node):
+            given = [y if y in comparison.mesh.constants else None for y in x.operands]
+            read.setdefault(x.callers, []).append(
+                [None if y is None else numbers(comparison.values[y].x).tobytes() for y in given]
+            )
+    here = read.pop(node.callers)
+    others = [*read.values()]
+    return bool(others) and all(x == others[0] != here for x in others)
 
 
 def _call_alone(path: Callers, others: Collection[Callers]) -> SourceLine | None:
@@ -376,12 +400,14 @@ def call_to_blame(comparison: Comparison, suspect: Suspect) -> SourceLine | None
     ]
     read_here, leads = {x for node in alike for x in node.operands}, _wrong_values(comparison)
     wrong = [node.callers for node in suspect.nodes]
-    # What these hand on leads to no wrong result, and is more than the parts of one device's.
+    # What these hand on leads to no wrong result, and is more than the parts of one device's. Where a sum is
+    # missing, the function cannot have it if it is also given what all shards have.
+    lacks_sum = all(_is_part_of_sum(comparison, x) for x in suspect.values)
     right = {
         node.callers
         for node in alike
         if leads.isdisjoint(node.results)
-        and any(comparison.differs(x) and x not in read_here for x in node.results)
+        and any((lacks_sum or comparison.differs(x)) and x not in read_here for x in node.results)
     } - {*wrong}
     return _call_alone(wrong[-1], right)
 
