@@ -1897,3 +1897,107 @@ def test_gradients_one_of_which_is_a_multiple() -> None:
     )
     assert found.places[0].line == line_with("reads them first")
     assert found.cause is None or "pmean" in found.cause
+
+
+def test_a_function_that_is_called_with_another_number() -> None:
+    def around(a: Any, ring: int) -> Any:
+        apart = jnp.abs(a)
+        return jnp.minimum(apart, ring - apart)
+
+    def step(x: Any) -> Any:
+        near = jnp.exp(-around(4 * x, 8))
+        # What one device computes has other steps.
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        return near * jnp.exp(-around(4 * x, len(x)))  # the length of a part
+
+    found = located(step)
+    assert found.places[0].line == line_with("the length of a part")
+
+
+GRID_ROWS = P(("data", "model"))
+
+
+def test_a_sum_over_one_of_two_axes() -> None:
+    def step(old: Any, x: Any) -> Any:
+        own = jnp.cos(x).sum(0)  # parts of a sum
+        new = old + lax.psum(own, "data")  # over one axis
+        return jnp.tanh(new)
+
+    old = jnp.linspace(1, 2, 3)
+    found = located(step, old, X, mesh=GRID, in_specs=(P(), GRID_ROWS), out_specs=P())
+    first, second = line_with("over one axis"), line_with("parts of a sum")
+    assert [place.line for place in found.places[:2]] == [first, second]
+    assert found.cause is not None and "with jax.lax.psum(..., 'model')" in found.cause
+
+
+def test_ratios_that_are_averaged() -> None:
+    def step(x: Any) -> Any:
+        over, under = jnp.cos(x).sum(0), (x**2).sum(0)
+        ratio = lax.pmean(over / under, "data")  # a mean of ratios
+        return x * ratio
+
+    assert located(step).places[0].line == line_with("a mean of ratios")
+
+
+def test_a_function_that_is_called_with_what_all_shards_have_too() -> None:
+    def in_a_row(tree: Any) -> Any:
+        return jnp.concatenate([jnp.ravel(x) for x in tree])
+
+    def step(w: Any, b: Any, x: Any) -> Any:
+        size = lax.axis_size("data")
+        grads = jax.grad(lambda w, b: (jnp.tanh(x @ w + b) ** 2).mean() / size, (0, 1))(w, b)
+        row = in_a_row(grads)  # the own gradients
+        norm = jnp.sqrt((row**2).sum())
+        return in_a_row((w, b)) - 0.1 * row / norm
+
+    w = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
+    specs = (P(), P(), ROWS)
+    found = located(step, w, jnp.ones(4), X, in_specs=specs, out_specs=P())
+    assert found.places[0].line == line_with("the own gradients")
+
+
+def test_the_policy_of_a_state_of_several_arrays() -> None:
+    def step(sums: Any, x: Any) -> Any:
+        count, total = sums.value
+        return sums.set((count + (x > 0).sum(), total + jnp.sin(x).sum(0)))
+
+    sums = sm.State((jnp.zeros(()), jnp.zeros(3)), reduce="mean")
+    found = located(step, sums, X, in_specs=(None, ROWS), out_specs=None)
+    assert found.places[0].source.endswith("reduce='mean', where 'sum' puts all results right")
+
+
+def test_a_mean_that_is_returned_by_its_name() -> None:
+    def step(x: Any) -> Any:
+        lost = lax.pmean(jnp.cos(x).sum(0), "data") / 8  # should be summed
+        return x, lost
+
+    found = located(step, out_specs=(ROWS, P()))
+    assert found.places[0].line == line_with("should be summed")
+
+
+def test_the_first_part_on_all_shards() -> None:
+    def step(scale: Any, x: Any) -> Any:
+        def loss(scale: Any) -> Any:
+            part = scale[: len(x)]  # of the first shard
+            return jnp.cos(part[:, None] * x).sum() / 24
+
+        # What one device computes has other steps.
+        scale = scale + 0 if lax.axis_size("data") > 1 else scale
+        return scale - lax.psum(jax.grad(loss)(scale), "data")
+
+    scale = jnp.linspace(0.5, 2, 8)
+    found = located(step, scale, X, in_specs=(P(), ROWS), out_specs=P())
+    assert found.places[0].line == line_with("of the first shard")
+    assert found.cause is not None and "the part of each shard along 'data'" in found.cause
+
+
+def test_both_edges_come_from_the_wrong_side() -> None:
+    def step(x: Any) -> Any:
+        size = lax.axis_size("data")
+        onwards = [(k + 1, k) for k in range(size - 1)]  # should go onwards
+        before = lax.ppermute(x[-1:], "data", onwards)  # the first to use it
+        after = lax.ppermute(x[:1], "data", [(b, a) for a, b in onwards])
+        wide = jnp.concatenate([before, x, after])
+        return jnp.tanh(wide[2:] - 0.5 * wide[:-2])
+
+    assert located(step).places[0].line == line_with("the first to use it")
