@@ -2000,3 +2000,13 @@ def test_both_edges_come_from_the_wrong_side() -> None:
         return jnp.tanh(wide[2:] - 0.5 * wide[:-2])
 
     assert located(step).places[0].line == line_with("the first to use it")
+
+
+def test_the_order_of_two_axes_in_a_spec() -> None:
+    def both(x: Any) -> Any:
+        return jnp.tanh(x), jnp.sin(x)
+
+    order = P(("model", "data"))
+    found = located(both, mesh=GRID, in_specs=GRID_ROWS, out_specs=(GRID_ROWS, order))
+    assert found.places[0].source == "out_specs of both(...)[1]: P(('model', 'data'))"
+    assert found.cause == "with P(('data', 'model')) for both(...)[1], all results are right"

@@ -202,7 +202,10 @@ def _other_specs(
     names = names_of_spec(spec)
     for name, other in itertools.permutations(sizes, 2):
         is_swap = other in names and list(sizes).index(name) < list(sizes).index(other)
-        if name in names and sizes[name] == sizes[other] and (is_swap or other not in names):
+        # Two axes that split one dimension may be in the wrong order.
+        is_order = is_swap and any({name, other} <= {*as_names(entry)} for entry in spec)
+        is_other = sizes[name] == sizes[other] and (is_swap or other not in names)
+        if name in names and (is_other or is_order):
             yield _renamed(spec, {name: other, other: name})
     for name in names if less else ():
         yield _renamed(spec, {name: None})
