@@ -47,7 +47,8 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     if suspect.evidence == "related" and not suspect.transposed:
         # What the line itself sums along some axes, before it makes more of it.
         sums = {x for node in suspect.nodes if node.name in SUMS for x in node.results}
-        yield from _reductions_of(comparison, suspect, sorted(sums.difference(suspect.values)))
+        inner = sorted(sums.difference(suspect.values))
+        yield from (x for x in _reductions_of(comparison, suspect, inner) if not x.is_factor)
     if suspect.evidence == "first" and not suspect.transposed:
         # The parts of a sum to which the line itself adds what is whole.
         calls = _calls(comparison, suspect.line)
@@ -59,8 +60,8 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
             for k, x in enumerate(node.operands)
             if x in here and is_first(comparison, node)
         }
-        inner = {call[key].operands[k] for call in calls for key, k in read if key in call}
-        yield from _reductions_of(comparison, suspect, sorted(inner))
+        added = {call[key].operands[k] for call in calls for key, k in read if key in call}
+        yield from _reductions_of(comparison, suspect, sorted(added))
 
 
 def _of_all_calls(comparison: Comparison, suspect: Suspect) -> list[int]:
