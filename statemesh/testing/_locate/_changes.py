@@ -47,8 +47,7 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     if suspect.evidence == "related" and not suspect.transposed:
         # What the line itself sums along some axes, before it makes more of it.
         sums = {x for node in suspect.nodes if node.name in SUMS for x in node.results}
-        inner = sorted(sums.difference(suspect.values))
-        yield from (x for x in _reductions_of(comparison, suspect, inner) if not x.is_factor)
+        yield from _reductions_of(comparison, suspect, sorted(sums.difference(suspect.values)))
     if suspect.evidence == "first" and not suspect.transposed:
         # The parts of a sum to which the line itself adds what is whole.
         calls = _calls(comparison, suspect.line)

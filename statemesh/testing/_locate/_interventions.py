@@ -102,6 +102,11 @@ def cause(
 
     - `handed_on`: gives the lines that hand on what a line makes, and compute nothing of it.
     """
+    # A factor of what a line sums inside of it says the same as one of what it hands on.
+    of_ends = {x.suspect.line for x in trials if x.is_factor and not _is_inside(x)}
+    trials = [
+        x for x in trials if not (x.is_factor and x.suspect.line in of_ends and _is_inside(x))
+    ]
     at_line = [trial for trial in trials if trial.suspect.line == suspect.line]
     here = {trial.words for trial in at_line}
     if len(here) != 1 or {trial.words for trial in trials} != here or "" in here:
@@ -128,6 +133,11 @@ def cause(
     told = next((x.here for x in trials if x.here and not others), here.pop())
     more = [str(line.number) if line.file == first.file else str(line) for line in others]
     return f"{told} at {' or '.join([str(first), *more])}, all results are right"
+
+
+def _is_inside(trial: Trial) -> bool:
+    """Whether a trial changes values that their line does not hand on."""
+    return not {*trial.suspect.values}.issuperset(trial.changes)
 
 
 def _numbers_of(comparison: Comparison, trial: Trial) -> set[int]:
