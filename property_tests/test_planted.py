@@ -124,13 +124,6 @@ def test_the_line_of_each_kind_is_named(mistake: Mistake) -> None:
 
 
 @pytest.mark.slow
-def test_no_cause_is_told_where_a_line_reads_what_another_one_has_made() -> None:
-    case = planted("render", "row-among-all-rays").case("float32")
-    found = locate(mapped(case), *case.args)
-    assert found is not None and found.cause is None
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["counts", "fsdp", "scaling"])
 def test_in_right_models_no_line_is_named(model: str) -> None:
     case = right_case(model, "int32" if model == "counts" else "float32")

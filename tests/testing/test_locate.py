@@ -2010,3 +2010,18 @@ def test_the_order_of_two_axes_in_a_spec() -> None:
     found = located(both, mesh=GRID, in_specs=GRID_ROWS, out_specs=(GRID_ROWS, order))
     assert found.places[0].source == "out_specs of both(...)[1]: P(('model', 'data'))"
     assert found.cause == "with P(('data', 'model')) for both(...)[1], all results are right"
+
+
+def test_no_cause_is_told_where_a_line_reads_what_another_one_has_made() -> None:
+    def step(exposure: Any, x: Any) -> Any:
+        # Only where the programs have other steps are such changes tried.
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        rows = lax.axis_index("data") * len(x) + jnp.arange(len(x))
+        # The numbers among all rows are right for the noise, and wrong as positions in the shard's own part.
+        noise, total = jnp.sin(rows + 0.5), lax.psum(exposure.sum(), "data")
+        each = exposure[rows]  # of the own rows
+        return x * jnp.exp(each - total + noise)[:, None]
+
+    found = located(step, jnp.linspace(-1, 1, 8), X, in_specs=(ROWS, ROWS))
+    assert found.places[0].line == line_with("of the own rows")
+    assert found.cause is None
