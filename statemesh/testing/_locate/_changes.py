@@ -330,46 +330,42 @@ def _own_parts(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     """The part of each shard, where all of them cut the first part out of an array; in the derivative too."""
     here = [x for x in comparison.mesh.nodes if x.line == suspect.line]
     for node in [x for x in here if x.name == "slice" and not x.transposed]:
-        avals: list[Any] = [node.eqn.invars[0].aval, node.eqn.outvars[0].aval]
-        whole, part = (aval.shape for aval in avals)
+        (array,) = node.operands
+        whole, part = (
+            getattr(var.aval, "shape", ()) for var in (*node.eqn.invars, *node.eqn.outvars)
+        )
         cut = [k for k, (n, m) in enumerate(zip(whole, part, strict=True)) if n != m]
         if len(cut) != 1 or any(node.eqn.params["start_indices"]):
             continue
         # What a derivative puts back.
-        back = [x for x in here if x.transposed and x.name == "pad"]
-        back = [x for x in back if _is_like(x, avals[0]) and x.scope == node.scope]
+        back = [
+            x.results[0]
+            for x in here
+            if x.transposed and x.name == "pad" and x.scope == node.scope
+            if getattr(x.eqn.outvars[0].aval, "shape", ()) == whole
+        ]
         along, length = len(node.scope.sizes) + cut[0], part[cut[0]]
         for at, (name, size) in enumerate(node.scope.sizes.items()):
-            if length * size == whole[cut[0]] and comparison.is_number(node.operands[0]):
-                cut_out = functools.partial(_own_part, node.operands[0], at, along, length)
+            if length * size == whole[cut[0]] and comparison.is_number(array):
+                cut_out = functools.partial(_own_part, array, at, along, length)
                 changes = {node.results[0]: Change(cut_out, node.scope)}
                 for x in back:
-                    put_back = functools.partial(_in_own_place, x.results[0], at, along, length)
-                    changes[x.results[0]] = Change(put_back, node.scope)
+                    put_back = functools.partial(_rolled, x, at, along, length)
+                    changes[x] = Change(put_back, node.scope)
                 yield Trial(suspect, changes, 1, f"with the part of each shard along {name!r}")
-
-
-def _is_like(node: Node, aval: Any) -> bool:
-    made: Any = node.eqn.outvars[0].aval
-    return bool(made.shape == aval.shape)
 
 
 def _own_part(whole: int, at: int, along: int, length: int, read: Read) -> Numbers:
     """Of an array, the part with the number of each shard along a mesh axis."""
-    of_shards = np.split(read(whole), read(whole).shape[at], at)
-    starts = range(0, length * len(of_shards), length)
-    parts = [
-        x.take(range(start, start + length), along)
-        for x, start in zip(of_shards, starts, strict=True)
-    ]
-    return np.concatenate(parts, at)
+    return _rolled(whole, at, along, -length, read).take(range(length), along)
 
 
-def _in_own_place(first: int, at: int, along: int, length: int, read: Read) -> Numbers:
-    """An array with a part at its start, which goes where the shard's part of it is."""
-    of_shards = np.split(read(first), read(first).shape[at], at)
-    moved_on = [np.roll(x, i * length, along) for i, x in enumerate(of_shards)]
-    return np.concatenate(moved_on, at)
+def _rolled(source: int, at: int, along: int, length: int, read: Read) -> Numbers:
+    """An array, rolled by the index of each shard along a mesh axis, times a length."""
+    array = read(source)
+    of_shards = np.split(array, array.shape[at], at)
+    rolled = [np.roll(x, i * length, along) for i, x in enumerate(of_shards)]
+    return np.concatenate(rolled, at)
 
 
 def _is_back(node: Node, move: Node) -> bool:

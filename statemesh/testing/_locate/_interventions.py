@@ -102,7 +102,8 @@ def cause(
 
     - `handed_on`: gives the lines that hand on what a line makes, and compute nothing of it.
     """
-    # A factor of what a line sums inside of it says the same as one of what it hands on.
+    # A line may sum something over shards and compute more of the sum. A factor for the sum and one for what
+    # the line hands on are then the same cause, in other words.
     of_ends = {x.suspect.line for x in trials if x.is_factor and not _is_inside(x)}
     trials = [
         x for x in trials if not (x.is_factor and x.suspect.line in of_ends and _is_inside(x))

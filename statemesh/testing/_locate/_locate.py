@@ -41,7 +41,6 @@ from ._located import (
     whole_values,
 )
 from ._other_specs import of_mapping_again
-from ._relations import Relation
 from ._reruns import Again, Outcome, Reruns
 from ._specs import of_lengths, of_other_axes, of_other_policies
 from ._suspects import (
@@ -461,7 +460,7 @@ def _search(comparison: Comparison, again: Again | None = None) -> _Search:
     if "all" in outcomes.values():
         # There is one mistake, and it leads to all wrong results.
         for x in lines:
-            if outcomes[x] in ("some", None) and not reruns.leads_to_all(x.values):
+            if outcomes[x] in ("some", None) and not reruns.reaches_all(x.values):
                 outcomes[x] = "none"
     is_sure = comparison.matched and any(
         outcomes[suspect] == "all"
@@ -476,7 +475,7 @@ def _search(comparison: Comparison, again: Again | None = None) -> _Search:
     # no wrong result come last.
     interventions = [(x.cost, positions.get(x.suspect, len(suspects)), x.suspect) for x in trials]
     for x in lines:
-        evidence = _COST_OF_EVIDENCE[x.evidence] + _BEFORE * _is_reduced_after(comparison, x)
+        evidence = _COST_OF_EVIDENCE[x.evidence] + _BEFORE * _next_line_reduces(comparison, x)
         evidence += _COST_OF_DERIVATIVE * x.transposed
         interventions.append((evidence + _COST_OF_OUTCOME[outcomes[x]], positions[x], x))
     for cost, position, x in [*interventions]:
@@ -485,16 +484,18 @@ def _search(comparison: Comparison, again: Again | None = None) -> _Search:
     return _Search(reruns, suspects, trials, interventions)
 
 
-def _is_reduced_after(comparison: Comparison, suspect: Suspect) -> bool:
+def _next_line_reduces(comparison: Comparison, suspect: Suspect) -> bool:
     """Whether a line makes partial results which the next line reduces after it has computed more of them."""
+    if suspect.evidence != "related" or suspect.transposed:
+        return False
+    relations = [(x, comparison.relations[x]) for x in suspect.values]
     along = {
         (x, axis)
-        for x in suspect.values
-        for axis, kind, _ in (comparison.relations[x] or Relation()).kinds
+        for x, known in relations
+        for axis, kind, _ in (known.kinds if known else ())
         if kind in ("sum", "mean")
     }
-    is_partial = suspect.evidence == "related" and not suspect.transposed
-    return is_partial and bool(along) and all(is_reduced_after(comparison, *x) for x in along)
+    return bool(along) and all(is_reduced_after(comparison, x, axis) for x, axis in along)
 
 
 def _places_at(

@@ -67,9 +67,9 @@ def of_whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[N
                 yield 0, {x: moved(x, at, shift) for x in values}, ""
     elif jnp.issubdtype(aval.dtype, jnp.signedinteger):
         # Those without a sign are bits of random numbers, as a rule.
+        # Who counts from 0 does so on purpose.
+        cost = 0.25 * (nodes[0].name == "iota")
         for summand in (1, -1):
-            # Who counts from 0 does so on purpose.
-            cost = 0.25 * (nodes[0].name == "iota")
             yield cost, {x: _increased(x, np.asarray(summand)) for x in values}, ""
         indices = [node for node in suspect.nodes if node.name == "axis_index"]
         counted = {name for node in indices for name in names_of(node.eqn)}
@@ -79,11 +79,8 @@ def of_whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[N
                 yield 1, dict.fromkeys(values, constant(offset)), ""
         lengths = {*aval.shape[-1:], *_constants_of(comparison, nodes).values()}
         for name, length, offset in _offsets(comparison, scope, len(aval.shape), lengths):
-            yield (
-                int(length not in lengths),
-                {x: _increased(x, offset) for x in values},
-                _added(length, name),
-            )
+            cost = int(length not in lengths)
+            yield cost, {x: _increased(x, offset) for x in values}, _added(length, name)
 
 
 def of_operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> Changed:

@@ -141,7 +141,7 @@ class Reruns:
 
     def mends(self, changes: ChangesOrNodes) -> bool:
         """Whether a change puts all results right."""
-        return self._reaches_all(changes) and all(right for _, right in self.judged(changes))
+        return self.reaches_all(changes) and all(right for _, right in self.judged(changes))
 
     def try_right(self, suspect: Suspect) -> Outcome | None:
         """What comes of right values at a line; `None` if nobody knows these."""
@@ -178,17 +178,9 @@ class Reruns:
                 chosen.update(node.results)
         return ends <= chosen
 
-    def leads_to_all(self, values: Collection[int]) -> bool:
-        """Whether all wrong results are made from these values."""
-        made = {*values}
-        for node in self.comparison.mesh.nodes:
-            if not made.isdisjoint(node.operands):
-                made.update(node.results)
-        return made.issuperset(self.comparison.mesh.results[k] for k in self._broken)
-
     def _outcome(self, changes: Changes) -> Outcome:
         """How many of the wrong results are right with a change."""
-        is_all, some = self._reaches_all(changes), False
+        is_all, some = self.reaches_all(changes), False
         for number, is_right in self.judged(changes):
             is_all &= is_right
             some |= is_right and number in self._broken
@@ -197,9 +189,9 @@ class Reruns:
                 break
         return "all" if is_all else "some" if some else "none"
 
-    def _reaches_all(self, changes: ChangesOrNodes) -> bool:
-        """Whether all wrong results depend on what is changed."""
-        return not any(self._sources[k].isdisjoint(changes) for k in self._broken)
+    def reaches_all(self, values: Collection[int]) -> bool:
+        """Whether all wrong results depend on these values."""
+        return not any(self._sources[k].isdisjoint(values) for k in self._broken)
 
     def _is_of_order(self, suspect: Suspect) -> bool:
         """Whether the order of a part decides what a line makes."""

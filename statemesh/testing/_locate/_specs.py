@@ -261,8 +261,8 @@ def of_other_policies(
                 source += f", where {other!r} puts all results right"
                 got, want = f"reduce={policy!r}", f"reduce={other!r}"
                 place = Place("", 0, source, "the policy", got=got, want=want, shards="")
-                all_old = [x for same in old_values.values() for x in same]
-                is_theirs = any(_does_to(comparison, x, other, all_old) for x in changes)
+                before = [x for _, path in ends for x in old_values.get(_within(path), ())]
+                is_theirs = any(_does_to(comparison, x, other, before) for x in changes)
                 return [place], policy is not None or is_theirs
     return [], False
 

@@ -357,13 +357,14 @@ def _wrong_call(comparison: Comparison, nodes: Sequence[Node]) -> SourceLine | N
 
 def _has_own_number(comparison: Comparison, node: Node) -> bool:
     """Whether a node reads another number of the program's text than in the other calls of its line."""
-    read: dict[Callers, list[list[bytes | None]]] = {}
+    constants, read = comparison.mesh.constants, dict[Callers, list[list[bytes | None]]]()
     for x in comparison.mesh.nodes:
         if _kind(x) == _kind(node):
-            given = [y if y in comparison.mesh.constants else None for y in x.operands]
-            read.setdefault(x.callers, []).append(
-                [None if y is None else numbers(comparison.values[y].x).tobytes() for y in given]
-            )
+            given = [
+                numbers(comparison.values[y].x).tobytes() if y in constants else None
+                for y in x.operands
+            ]
+            read.setdefault(x.callers, []).append(given)
     here = read.pop(node.callers)
     others = [*read.values()]
     return bool(others) and all(x == others[0] != here for x in others)
