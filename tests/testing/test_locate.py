@@ -2025,3 +2025,111 @@ def test_no_cause_is_told_where_a_line_reads_what_another_one_has_made() -> None
     found = located(step, jnp.linspace(-1, 1, 8), X, in_specs=(ROWS, ROWS))
     assert found.places[0].line == line_with("of the own rows")
     assert found.cause is None
+
+
+OVER = {"weight": "data", "bias": ()}  # says over what
+
+
+def test_the_line_that_gives_the_axes_of_a_sum() -> None:
+    def step(weight: Any, bias: Any, x: Any) -> Any:
+        # Only where the programs have other steps are such changes tried.
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        loss = lambda given: jnp.sin(x @ given["weight"] + given["bias"]).sum()
+        grads = jax.grad(loss)({"weight": weight, "bias": bias})
+        return {name: lax.psum(g, OVER[name]) for name, g in grads.items()}  # sums each
+
+    found = located(step, jnp.ones(3), jnp.ones(()), X, in_specs=(P(), P(), ROWS), out_specs=P())
+    assert line_with("says over what") in [place.line for place in found.places]
+
+
+def looked_up(x: Any, wanted: Any, *others: Any) -> Any:
+    x = x.T.T if lax.axis_size("data") > 1 else x
+    # Arrays of other lengths: which one counts here, only the line itself says.
+    x = x + lax.psum(sum(map(jnp.sum, others)), "data")
+    own = wanted - lax.axis_index("data") * len(x)
+    inside = (own >= 0) & (own <= len(x))  # that of the next shard too
+    return lax.psum(jnp.where(inside[:, None], x[jnp.clip(own, 0, len(x) - 1)], 0), "data")
+
+
+def test_a_bound_that_belongs_to_the_next_shard() -> None:
+    wanted, others = jnp.asarray([14, 5, 24, 6]), [jnp.ones(4 * k) for k in (2, 3, 4, 5)]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(28, 3)))
+    specs = (ROWS, P(), *[ROWS] * 4)
+    found = located(looked_up, x, wanted, *others, in_specs=specs, out_specs=P())
+    assert found.places[0].line == line_with("that of the next shard too")
+
+
+def numbers_of(axis: str, count: int) -> Any:
+    return lax.axis_index("data") * count + jnp.arange(count)  # of one axis for both
+
+
+def test_a_function_that_counts_along_two_axes_and_names_one() -> None:
+    def step(x: Any) -> Any:
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        rows, columns = numbers_of("data", x.shape[0]), numbers_of("model", x.shape[1])
+        return x * jnp.cos(0.3 * rows)[:, None] * jnp.sin(1 + 0.5 * columns)
+
+    specs = P("data", "model")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)))
+    found = located(step, x, in_specs=specs, out_specs=specs, mesh=GRID)
+    assert found.places[0].line == line_with("of one axis for both")
+
+
+def test_a_python_loop_of_one_round_that_needs_more() -> None:
+    def step(x: Any) -> Any:
+        size, message = lax.axis_size("data"), jnp.zeros(3)
+        for _ in range(min(size - 1, 1)):  # should go on
+            total = jnp.tanh(message + x.sum(0))
+            message = lax.ppermute(total, "data", [(k, k + 1) for k in range(size - 1)])
+        return jnp.tanh(message + x.sum(0)) * (lax.axis_index("data") == size - 1)
+
+    def on_one(x: Any) -> Any:
+        if lax.axis_size("data") > 1:
+            return lax.psum(step(x), "data")
+        message = jnp.zeros(3)
+        for part in jnp.split(x, 4):
+            message = jnp.tanh(message + part.sum(0))
+        return message
+
+    found = located(on_one, out_specs=P())
+    assert found.places[0].line == line_with("should go on")
+
+
+def test_a_loop_over_the_own_part_that_begins_anew_on_each_shard() -> None:
+    def step(x: Any) -> Any:
+        follow = lambda carry, row: (jnp.tanh(carry + row),) * 2
+        return lax.scan(follow, jnp.zeros(3), x)[1]  # begins anew
+
+    assert located(step).places[0].line == line_with("begins anew")
+
+
+@jax.custom_vjp
+def shared(x: Any) -> Any:
+    return x
+
+
+def shared_backward(_: None, by: Any) -> Any:
+    return (by,)  # lacks a sum
+
+
+shared.defvjp(lambda x: (x, None), shared_backward)
+
+
+def test_what_some_gradients_lack_is_missing_where_they_are_made() -> None:
+    def step(weight: Any, bias: Any, x: Any) -> Any:
+        x = x.T.T if lax.axis_size("data") > 1 else x
+
+        def loss(given: Any) -> Any:
+            made = jnp.tanh(x[..., None] * given["weight"] + shared(given["bias"]))
+            return jnp.sin(made).sum() / 24
+
+        grads = jax.grad(loss)({"weight": weight, "bias": bias})
+        grads = {name: lax.psum(g, "data") for name, g in grads.items()}  # sums both
+        return jax.tree.map(jnp.tanh, grads)
+
+    weight = jnp.linspace(-1, 1, 4)
+    specs = {"weight": P("model"), "bias": P()}
+    given = (specs["weight"], specs["bias"], ROWS)
+    bias = jnp.asarray(0.5)
+    found = located(step, weight, bias, X, in_specs=given, out_specs=specs, mesh=GRID)
+    assert found.places[0].line == line_with("lacks a sum")

@@ -1,5 +1,6 @@
 """Simple changes of a line, each of which may put all results right."""
 
+import collections
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -182,9 +183,12 @@ def _has_reduction(suspect: Suspect, collective: str) -> bool:
 
 
 def _is_all(comparison: Comparison, suspect: Suspect) -> bool:
-    """Whether all calls of a line lead to a wrong result."""
+    """Whether all calls of a line lead to a wrong result, and all that it reduces over the same axes."""
+    nodes = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
     wrong = {node.callers for node in suspect.nodes}
-    return all(node.callers in wrong for node in comparison.mesh.nodes if node.line == suspect.line)
+    over = {names_of(node.eqn) for node in suspect.nodes if node.name.startswith(REDUCTIONS)}
+    reduced = {x for x in nodes if x.name.startswith(REDUCTIONS) and names_of(x.eqn) in over}
+    return reduced <= {*suspect.nodes} and all(node.callers in wrong for node in nodes)
 
 
 def _along(comparison: Comparison, value: int, name: Hashable) -> tuple[str, float]:
@@ -249,6 +253,11 @@ def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         for make in _OF_COLLECTIVES.get(first.name, _OF_OTHERS):
             for cost, changes, text in make(comparison, suspect, nodes):
                 yield Trial(suspect, changes, cost, text)
+        if first.name == "axis_index":
+            # A function that counts along several axes may name one of them for all.
+            for of_call in _by_call(nodes):
+                for _, changes, _ in of_indices(comparison, suspect, of_call):
+                    yield Trial(suspect, changes, 0.5)
     yield from _added_apart(comparison, suspect)
     yield from _added_inside(comparison, suspect)
     yield from _own_edges(comparison, suspect)
@@ -256,6 +265,16 @@ def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     yield from of_counts(comparison, suspect)
     yield from of_positions(comparison, suspect)
     yield from of_truths(comparison, suspect)
+
+
+def _by_call(nodes: Sequence[Node]) -> list[list[Node]]:
+    """The nodes of each call of a function, in all rounds of a loop, where there are several calls."""
+    counts, found = collections.Counter[Hashable](), dict[Hashable, list[Node]]()
+    for node in nodes:
+        call = node.callers, counts[node.callers, node.rounds]
+        counts[node.callers, node.rounds] += 1
+        found.setdefault(call, []).append(node)
+    return [*found.values()] if len(found) > 1 else []
 
 
 def _changed_together(node: Node) -> Hashable:

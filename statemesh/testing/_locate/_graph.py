@@ -183,6 +183,10 @@ class _Flattening:
     def _equation(self, eqn: Equation, operands: Sequence[int], around: _Around) -> Sequence[int]:
         name, scope, line = eqn.primitive.name, around.scope, line_of(eqn)
         callers = around.callers if line is None else callers_of(eqn)
+        outer = () if around.line is None else (around.line, *around.callers)
+        if line is not None and outer[-1:] != (line, *callers)[-1:]:
+            # JAX has traced a function apart, and knows the lines inside of it only.
+            callers += outer
         transposed = (around.transposed or is_transposed(eqn)) and not is_of_backward(eqn)
         if is_identity(eqn) or (name in _NAMES and not is_handed_on(eqn)):
             return operands

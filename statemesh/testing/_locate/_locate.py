@@ -15,7 +15,14 @@ from ..._jax._frames import without_own_frames
 from .. import _errors as errors
 from .._program._collective_rules import RULES
 from .._program._doubled import widened
-from .._program._lines import SourceLine, line_of_gradient, renames, returns, uses_of
+from .._program._lines import (
+    SourceLine,
+    definition_of_axes,
+    line_of_gradient,
+    renames,
+    returns,
+    uses_of,
+)
 from .._program._numbers import is_inexact, is_numpy, promoted
 from .._program._other_values import generic
 from .._program._trace import (
@@ -30,6 +37,7 @@ from .._program._trace import (
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from ._changes import is_reduced_after
 from ._compare import Comparison, both_traced, compare_traced, inside, right_values
+from ._graph import Node, needed
 from ._interventions import cause, mending
 from ._located import (
     Located,
@@ -417,6 +425,8 @@ def places(
         trial = next((trial for trial in trials if trial.suspect.line == suspect.line), None)
         for place in deeper or _places_at(reruns, suspect, trial, incomplete):
             shown.setdefault((place.file, place.line), place)
+            if (axes := definition_of_axes(SourceLine(place.file, place.line))) is not None:
+                shown.setdefault((axes.file, axes.number), _at(place, axes))
     return list(shown.values())[:_MOST_PLACES], reason, is_explained
 
 
@@ -510,15 +520,16 @@ def _places_at(
     comparison, place, line = reruns.comparison, _place(reruns, suspect, trial), suspect.line
 
     def at(lines: Sequence[SourceLine]) -> list[Place]:
-        return [
-            dataclasses.replace(place, file=x.file, line=x.number, source=x.source) for x in lines
-        ]
+        return [_at(place, x) for x in lines]
 
     is_handed = not any(is_first(comparison, node) for node in suspect.nodes)
     if is_handed and all(node.name in _REARRANGING for node in suspect.nodes):
         rearranged = _rearranged(comparison, suspect)
         if rearranged or suspect.evidence != "related":
             return [*at(rearranged), place]
+    loop = _loop_to_blame(comparison, suspect) if trial is None else None
+    if loop is not None:
+        return [*at([loop]), place]
     is_incomplete = suspect.evidence in incomplete or (trial is not None and trial.is_added)
     if suspect.transposed:
         return [place, *at(_gives(comparison, suspect))]
@@ -539,6 +550,45 @@ def _places_at(
     if call is None:
         return [*at(renamed), place, *at(others)]
     return [*at([*renamed, call, *others]), place]
+
+
+def _at(place: Place, line: SourceLine) -> Place:
+    """The place at another line."""
+    return dataclasses.replace(place, file=line.file, line=line.number, source=line.source)
+
+
+def _loop_to_blame(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
+    """The line that runs a loop over the rows of each shard, where nothing is wrong before the loop.
+
+    On one device its rounds are those of all shards one after another. What is wrong then is what the loop of
+    each shard begins with, and not the line in its body.
+    """
+    lines = {node.rounds[0].line if node.rounds else None for node in suspect.nodes}
+    line = lines.pop()
+    if lines or line is None:
+        return None
+    own, whole = (
+        _length_of_loop(side.nodes, line) for side in (comparison.mesh, comparison.single)
+    )
+    is_split = any(n > 1 and own * n == whole for n in suspect.nodes[0].scope.sizes.values())
+    before = needed(comparison.mesh.nodes, suspect.values)
+    outside = [x for node in before if not node.rounds for x in node.results]
+    # The numbers of a shard's own rows are as they should be.
+    is_right = all(comparison.is_whole(x) or not comparison.is_unrelated(x) for x in outside)
+    return line if is_split and is_right else None
+
+
+def _length_of_loop(nodes: Sequence[Node], line: SourceLine) -> int:
+    """How many rounds the loop of a line has; 0 if there is none."""
+    opened = (
+        node.rounds[0].number + 1
+        for node in nodes
+        if node.rounds[:1] and node.rounds[0].line == line
+    )
+    whole = (
+        node.eqn.params["length"] for node in nodes if node.name == "scan" and node.line == line
+    )
+    return max((*opened, *whole), default=0)
 
 
 def _gives(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:
@@ -616,8 +666,9 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
         (suspect.nodes[0], suspect.nodes[0].results[0]),
     )
     got = want = shards = ""
-    if comparison.differs(value) and value not in comparison.indices:
-        right = next(right_values(comparison, value), None)
+    right = next(right_values(comparison, value), None) if comparison.is_number(value) else None
+    is_shown = comparison.differs(value) and value not in comparison.indices
+    if is_shown and (right is not None or trial is None):
         if right is None:
             got, want = shapes_in_words(comparison.values[value].shape, comparison.wants.get(value))
         else:
@@ -626,6 +677,7 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
     elif trial:
         # What the change makes is right.
         value, change = next(iter(trial.changes.items()))
+        node = comparison.maker.get(value, node)
         names = (change.scope or comparison.scopes[value]).sizes
         got, want, shards = most_off(*reruns.both(value, change), names)
     known, line = comparison.relations.get(value), suspect.line

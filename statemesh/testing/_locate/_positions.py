@@ -25,6 +25,8 @@ from ._trials import Trial, moved
 _MOST_LENGTHS = 4
 # So many ways to split an array are tried.
 _MOST_CHOICES = 3
+# What to add to the bound of a comparison of whole numbers, so that the bound itself is in or out.
+_BOUNDS = {"lt": 1, "le": -1, "gt": -1, "ge": 1}
 # What makes trials of nodes of one kind gives their cost, the changes, and the change in words.
 Changed: TypeAlias = Iterator[tuple[float, Changes, str]]
 
@@ -62,10 +64,14 @@ def of_whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[N
     values, scope = [node.results[0] for node in nodes], nodes[0].scope
     aval: Any = nodes[0].eqn.outvars[0].aval
     if aval.dtype == bool:
+        if nodes[0].name in _BOUNDS and _is_signed(nodes[0].eqn.invars[1].aval):
+            with_bound = functools.partial(_with_other_bound, comparison)
+            changes = {x: Change(functools.partial(with_bound, x)) for x in values}
+            yield 0.25, changes, ""
         for at, size in enumerate(scope.sizes.values()):
             for shift in range(1, size):
                 yield 0, {x: moved(x, at, shift) for x in values}, ""
-    elif jnp.issubdtype(aval.dtype, jnp.signedinteger):
+    elif _is_signed(aval):
         # Those without a sign are bits of random numbers, as a rule.
         # Who counts from 0 does so on purpose.
         cost = 0.25 * (nodes[0].name == "iota")
@@ -81,6 +87,17 @@ def of_whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[N
         for name, length, offset in _offsets(comparison, scope, len(aval.shape), lengths):
             cost = int(length not in lengths)
             yield cost, {x: _increased(x, offset) for x in values}, _added(length, name)
+
+
+def _is_signed(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.signedinteger)
+
+
+def _with_other_bound(comparison: Comparison, value: int, read: Read) -> Numbers:
+    """A comparison of whole numbers with the bound inside if it is outside, and the other way round."""
+    node = comparison.maker[value]
+    number, bound = map(read, node.operands)
+    return results_on_all_shards(comparison, node, [number, bound + _BOUNDS[node.name]])[0]
 
 
 def of_operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> Changed:

@@ -75,6 +75,7 @@ def of_rounds(comparison: Comparison) -> Iterator[Trial]:
         lengths = [list(_of_another_length(comparison, loop)) for loop in calls]
         yield from _of_all_runs(lengths)
         for trials_of in (_of_values_that_go_on, _of_values_that_move):
+            calls = [loop for loop in calls if len(loop.rounds) > 1]
             yield from _of_all_runs([list(trials_of(comparison, loop)) for loop in calls])
         # A function may run in its own derivative too.
         lengths += (list(_of_another_length(comparison, loop)) for loop in back)
@@ -136,7 +137,9 @@ def _of_python(nodes: Sequence[Node]) -> dict[SourceLine, list[list[list[Node]]]
             lines = (node.line, *node.callers)
             for k, line in enumerate(lines):
                 for loop, number in around(line).items():
-                    run = loop, (lines[k + 1 :], node.rounds)
+                    # A loop of JAX inside is a part of the round.
+                    outer = tuple(x for x in node.rounds if x.line not in lines[: k + 1])
+                    run = loop, (lines[k + 1 :], outer)
                     by_run.setdefault(run, []).append((node, number))
     found: dict[SourceLine, list[list[list[Node]]]] = {}
     for (line, _), numbered in by_run.items():
@@ -148,8 +151,7 @@ def _of_python(nodes: Sequence[Node]) -> dict[SourceLine, list[list[list[Node]]]
                 rounds.append([])
             before = before if statement is None else statement
             rounds[-1].append(node)
-        if len(rounds) > 1:
-            found.setdefault(line, []).append(rounds)
+        found.setdefault(line, []).append(rounds)
     return found
 
 
@@ -180,25 +182,44 @@ def _of_another_length(comparison: Comparison, loop: _Loop) -> Iterator[Trial]:
     readers = [node for node in comparison.mesh.nodes if node not in inside]
     read = {*comparison.mesh.results, *(x for node in readers for x in node.operands)}
     come_out = sorted({x for node in loop.rounds[-1] for x in node.results} & read)
-    if any(node.kind == "stack" and node.operands[-1] in come_out for node in readers):
+    if any(node.kind == "stack" and {*node.operands} <= loop.makers.keys() for node in readers):
         # An array of what each round makes would have another length too.
         return
     if not come_out or not all(comparison.is_number(x) for x in come_out):
         return
     suspect = Suspect(loop.line, False, loop.rounds[-1], come_out, "other")
-    rounds = _NextRounds(comparison, loop)
     length, sizes = len(loop.rounds), {*loop.rounds[0][0].scope.sizes.values()} - {1}
-    for more in sorted({1, *(size - length for size in sizes if size > length)}):
-        if rounds.is_known:
-            changes = {x: Change(rounds.after(x, more), inside=inside) for x in come_out}
-            yield Trial(suspect, changes, 0)
-    fewer = sorted({1, *(length - size for size in sizes if size < length)})
+    # Who passes something on from shard to shard needs a round less than there are shards.
+    counts = {count for size in sizes for count in (size, size - 1)}
+    for later in [loop.later] if length > 1 else _carried(comparison, loop, come_out):
+        rounds = _NextRounds(comparison, loop, later)
+        for more in sorted({1, *(count - length for count in counts if count > length)}):
+            if rounds.is_known:
+                changes = {x: Change(rounds.after(x, more), inside=inside) for x in come_out}
+                yield Trial(suspect, changes, 0)
+    if length == 1:
+        return
+    fewer = sorted({1, *(length - count for count in counts if count < length)})
     before = [{x: loop.before(x, count) for x in come_out} for count in fewer]
     for of_values in (*before, {x: _before_all(loop, x) for x in come_out}):
         known = [x for x in of_values.values() if x is not None]
         if len(known) == len(come_out):
             same = [same_as(x, inside) for x in known]
             yield Trial(suspect, dict(zip(come_out, same, strict=True)), 0)
+
+
+def _carried(
+    comparison: Comparison, loop: _Loop, come_out: Sequence[int]
+) -> Iterator[Mapping[int, int]]:
+    """What may come into a single round in the place of what it hands on, with that."""
+
+    def form(x: int) -> Hashable:
+        return comparison.values[x].shape, comparison.values[x].x.dtype, comparison.scopes[x]
+
+    read = {x for node in loop.rounds[0] for x in node.operands} - loop.makers.keys()
+    for x in filter(comparison.is_number, sorted(read) if len(come_out) == 1 else ()):
+        if form(x) == form(come_out[0]):
+            yield {x: come_out[0]}
 
 
 def _before_all(loop: _Loop, value: int) -> int | None:
@@ -219,8 +240,8 @@ class _NextRounds:
     - `is_known`: whether all that it reads is known.
     """
 
-    def __init__(self, comparison: Comparison, loop: _Loop) -> None:
-        self._comparison, self._loop = comparison, loop
+    def __init__(self, comparison: Comparison, loop: _Loop, later: Mapping[int, int]) -> None:
+        self._comparison, self._loop, self._later = comparison, loop, later
         last = [node for nodes in loop.rounds[-2:] for node in nodes]
         self._makers = {x: node for node in last for x in node.results}
         self.is_known = all(comparison.is_number(x) for node in last for x in node.operands)
@@ -244,8 +265,8 @@ class _NextRounds:
         - `known`: those that were made for it already.
         """
         node = self._makers.get(value)
-        if value in self._loop.later or node is None:
-            return read(self._loop.later.get(value, value))
+        if value in self._later or node is None:
+            return read(self._later.get(value, value))
         if value not in known:
             next_ = functools.partial(self._next, read, number, known)
             operands = [self._operand(node, k, next_, number) for k in range(len(node.operands))]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from .._program._backward import is_of_backward
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
 from .._program._lines import SourceLine, returns, uses_of
@@ -58,10 +59,11 @@ def of_gradients(comparison: Comparison, suspects: Sequence[Suspect]) -> Iterato
     What makes gradients whole often runs on all of them in one line. Where that line is missing, only those
     that read them are left.
     """
-    later = [node for node in comparison.mesh.nodes if not node.transposed and node.line]
+    of_derivative = {x for x in comparison.mesh.nodes if x.transposed or is_of_backward(x.eqn)}
+    later = [node for node in comparison.mesh.nodes if node not in of_derivative and node.line]
     read_later = {x for node in later for x in node.operands}
-    of_derivatives = {x for suspect in suspects if suspect.transposed for x in suspect.values}
-    gradients = sorted(of_derivatives & read_later)
+    come_out = {x for node in of_derivative for x in node.results} & read_later
+    gradients = sorted(come_out & {x for suspect in suspects for x in suspect.values})
     lacking = [_lacking(comparison, x) for x in gradients]
     multiples = [is_multiple(comparison, x) for x in gradients]
     for name in set.intersection(*map(set, lacking)) if len(gradients) > 1 else ():
@@ -70,6 +72,8 @@ def of_gradients(comparison: Comparison, suspects: Sequence[Suspect]) -> Iterato
         if not known:
             continue
         (only, *others) = sorted(known)
+        # What only some gradients lack is missing where these are made.
+        are_some = not all(name in _lacking(comparison, x) for x in come_out)
         words = f"with jax.lax.{only}(..., {name!r})" if not others else ""
         changes = {}
         for x, kind, is_unsure in zip(gradients, kinds, multiples, strict=True):
@@ -80,7 +84,7 @@ def of_gradients(comparison: Comparison, suspects: Sequence[Suspect]) -> Iterato
         by_line = {node.line: node for node in reversed(reading)}
         for cost, line in enumerate([*reversed(by_line)][:2]):
             suspect = Suspect(line, False, [by_line[line]], gradients, "other")
-            yield Trial(suspect, changes, cost, words, is_added=True)
+            yield Trial(suspect, changes, cost + 0.5 * are_some, words, is_added=True)
 
 
 def _lacking(comparison: Comparison, value: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ from ._jaxprs import Equation
 
 # The check differentiates calls too.
 _OF_CHECK = os.path.join(OWN_FOLDER, "testing") + os.sep
+_REDUCTIONS = ("psum", "pmean", "pmax", "pmin")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -90,6 +91,32 @@ def uses_of(line: SourceLine) -> list[SourceLine]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in assigned
     }
     return [SourceLine(line.file, use) for use in sorted(uses) if use > end]
+
+
+def definition_of_axes(line: SourceLine) -> SourceLine | None:
+    """The line at the top of a file that assigns the axes of a collective, which only this line reads."""
+    calls = [x for at in _around(line)[-1:] for x in ast.walk(at) if isinstance(x, ast.Call)]
+    axes = {
+        name.id
+        for call in calls
+        if ast.unparse(call.func).split(".")[-1] in _REDUCTIONS
+        for given in (*call.args[1:], *(x.value for x in call.keywords))
+        for name in ast.walk(given)
+        if isinstance(name, ast.Name)
+    }
+    module = _parsed("".join(linecache.getlines(line.file)))
+    read = [
+        x.id for x in ast.walk(module) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)
+    ]
+    for statement in module.body:
+        for name in axes & _names([statement], ast.Store) if _assigns(statement) else ():
+            if read.count(name) == 1:
+                return SourceLine(line.file, statement.lineno)
+    return None
+
+
+def _assigns(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Assign | ast.AnnAssign)
 
 
 def loops_around(line: SourceLine) -> dict[SourceLine, int]:
