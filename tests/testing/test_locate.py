@@ -2133,3 +2133,36 @@ def test_what_some_gradients_lack_is_missing_where_they_are_made() -> None:
     bias = jnp.asarray(0.5)
     found = located(step, weight, bias, X, in_specs=given, out_specs=specs, mesh=GRID)
     assert found.places[0].line == line_with("lacks a sum")
+
+
+def test_gradients_that_a_second_step_makes_of_the_first_ones() -> None:
+    def step(first: Any, second: Any, bias: Any, x: Any) -> Any:
+        def reduced(grads: Any) -> Any:
+            grads = list(grads)  # should be summed
+            norm = jnp.sqrt(sum((g**2).sum() for g in grads))  # the norm of both
+            return [g / norm for g in grads]
+
+        loss = lambda a, b: jnp.tanh(x * a + b).sum()
+        moved = [
+            p - g
+            for p, g in zip(
+                (first, bias), reduced(jax.grad(loss, (0, 1))(first, bias)), strict=True
+            )
+        ]
+        against = lambda a, b: jnp.sin(x * a * moved[0] + b + moved[1]).sum()
+        return moved, reduced(jax.grad(against, (0, 1))(second, bias))
+
+    given = jnp.ones(3), jnp.linspace(0.5, 1, 3), jnp.asarray(0.2)
+    found = located(step, *given, X, in_specs=(P(), P(), P(), ROWS), out_specs=P())
+    assert found.places[0].line == line_with("the norm of both")
+
+
+def test_a_count_that_two_lines_read() -> None:
+    def step(seen: Any, x: Any) -> Any:
+        rows = len(x)  # of a shard
+        often = 100 * lax.psum((x > 0).sum(), "data") // rows  # the first to read it
+        return seen + rows, often, (x > 1).sum(1)
+
+    out_specs = P(), P(), ROWS
+    found = located(step, jnp.asarray(3), X, in_specs=(P(), ROWS), out_specs=out_specs)
+    assert found.places[0].line == line_with("the first to read it")

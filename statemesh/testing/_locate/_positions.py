@@ -149,9 +149,12 @@ def _read_as(
 
 
 def of_counts(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
-    """A count that the line names, with the number of shards times as much or less."""
+    """A count that the line names, with the number of shards times as much or less, in its derivative too."""
+    by_count: dict[int, list[int]] = {}
     for x, count in _constants_of(comparison, suspect.nodes).items():
-        readers = [node for node in comparison.mesh.nodes if x in node.operands]
+        by_count.setdefault(count, []).append(x)
+    for count, values in by_count.items():
+        readers = [x for x in comparison.mesh.nodes if not {*values}.isdisjoint(x.operands)]
         scope = readers[0].scope
         if any(node.scope != scope for node in readers):
             continue
@@ -159,9 +162,9 @@ def of_counts(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         others = [count * size for size in shape]
         others += [count // size for size in shape if count % size == 0]
         for other in dict.fromkeys(others):
-            array = np.full(shape, other)
-            changes = {x: dataclasses.replace(constant(array), scope=scope)}
-            yield Trial(suspect, changes, 1)
+            change = dataclasses.replace(constant(np.full(shape, other)), scope=scope)
+            for changed in [values] if len(values) == 1 else [values, *([x] for x in values)]:
+                yield Trial(suspect, dict.fromkeys(changed, change), 1)
 
 
 def _constants_of(comparison: Comparison, nodes: Sequence[Node]) -> dict[int, int]:
@@ -171,7 +174,9 @@ def _constants_of(comparison: Comparison, nodes: Sequence[Node]) -> dict[int, in
     found = {}
     for x in sorted(read & comparison.mesh.constants.keys()):
         number = numbers(comparison.values[x].x)
-        if number.dtype.kind in "iu" and number.size == 1 and number.flat[0] > 1:
+        # By a count, a mean divides floats.
+        is_count = number.dtype.kind in "iuf" and number.size == 1 and number.flat[0] % 1 == 0
+        if is_count and number.flat[0] > 1:
             found[x] = int(number.flat[0])
     return found
 

@@ -4,18 +4,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from .._program._backward import is_of_backward
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
-from .._program._lines import SourceLine, returns, uses_of
+from .._program._lines import SourceLine, line_of_gradient, returns, uses_of
 from .._types import Numbers
 from ._compare import Comparison
 from ._evaluate import on_all_shards
-from ._graph import Node
+from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards
 from ._suspects import SUMS, Suspect, by_gradient, is_multiple
 from ._trials import REDUCED_BY, Trial, multiplied, reduced_by
@@ -63,28 +63,51 @@ def of_gradients(comparison: Comparison, suspects: Sequence[Suspect]) -> Iterato
     later = [node for node in comparison.mesh.nodes if node not in of_derivative and node.line]
     read_later = {x for node in later for x in node.operands}
     come_out = {x for node in of_derivative for x in node.results} & read_later
-    gradients = sorted(come_out & {x for suspect in suspects for x in suspect.values})
-    lacking = [_lacking(comparison, x) for x in gradients]
-    multiples = [is_multiple(comparison, x) for x in gradients]
-    for name in set.intersection(*map(set, lacking)) if len(gradients) > 1 else ():
-        kinds = [of_each[name] for of_each in lacking]
-        known = {kind for kind, is_unsure in zip(kinds, multiples, strict=True) if not is_unsure}
-        if not known:
-            continue
-        (only, *others) = sorted(known)
-        # What only some gradients lack is missing where these are made.
-        are_some = not all(name in _lacking(comparison, x) for x in come_out)
-        words = f"with jax.lax.{only}(..., {name!r})" if not others else ""
-        changes = {}
-        for x, kind, is_unsure in zip(gradients, kinds, multiples, strict=True):
-            # A multiple of a sum is one of a mean too.
-            reduce = REDUCED_BY[only if is_unsure else kind]
-            changes[x] = reduced_by(x, reduce, [*comparison.scopes[x].sizes].index(name))
-        reading = [node for node in later if not changes.keys().isdisjoint(node.operands)]
-        by_line = {node.line: node for node in reversed(reading)}
-        for cost, line in enumerate([*reversed(by_line)][:2]):
-            suspect = Suspect(line, False, [by_line[line]], gradients, "other")
-            yield Trial(suspect, changes, cost + 0.5 * are_some, words, is_added=True)
+    wrong = {x for suspect in suspects for x in suspect.values}
+    for together in _read_together(comparison, come_out, later):
+        gradients = sorted(x for x in together & wrong if comparison.is_number(x))
+        # Nobody knows gradients that a first step has led to, as the second ones of an adversary.
+        known = [x for x in gradients if comparison.relations[x] is not None]
+        lacking = [_lacking(comparison, x) for x in known]
+        for name in set.intersection(*map(set, lacking)) if known and len(gradients) > 1 else ():
+            is_unsure = {x: is_multiple(comparison, x) for x in known}
+            of_each = zip(known, lacking, strict=True)
+            kinds = {x: kinds[name] for x, kinds in of_each if not is_unsure[x]}
+            if not kinds:
+                continue
+            (only, *others) = sorted({*kinds.values()})
+            # What only some gradients lack is missing where these are made.
+            are_some = any(
+                comparison.relations[x] is not None and name not in _lacking(comparison, x)
+                for x in together
+            )
+            words = f"with jax.lax.{only}(..., {name!r})" if not others else ""
+            changes = {}
+            for x in gradients:
+                # A multiple of a sum is one of a mean too.
+                reduce = REDUCED_BY[kinds.get(x, only)]
+                changes[x] = reduced_by(x, reduce, [*comparison.scopes[x].sizes].index(name))
+            reading = [node for node in later if not changes.keys().isdisjoint(node.operands)]
+            by_line = {node.line: node for node in reversed(reading)}
+            for cost, line in enumerate([*reversed(by_line)][:2]):
+                suspect = Suspect(line, False, [by_line[line]], gradients, "other")
+                yield Trial(suspect, changes, cost + 0.5 * are_some, words, is_added=True)
+
+
+def _read_together(
+    comparison: Comparison, values: Collection[int], later: Sequence[Node]
+) -> list[set[int]]:
+    """Gradients of one derivative, or of several that the same lines read."""
+    groups: dict[SourceLine | None, set[int]] = {}
+    for x in values:
+        groups.setdefault(line_of_gradient(comparison.maker[x].eqn), set()).add(x)
+    found: list[tuple[set[int], set[SourceLine | None]]] = []
+    for group in groups.values():
+        lines = {node.line for node in later if not group.isdisjoint(node.operands)}
+        alike = [x for x in found if not lines.isdisjoint(x[1])]
+        found = [x for x in found if x not in alike]
+        found.append((group.union(*(x for x, _ in alike)), lines.union(*(x for _, x in alike))))
+    return [group for group, _ in found]
 
 
 def _lacking(comparison: Comparison, value: int) -> dict[str, str]:
@@ -124,14 +147,17 @@ def of_losses(comparison: Comparison) -> Iterator[Trial]:
 
 
 def of_one_device(comparison: Comparison) -> Iterator[Trial]:
-    """Floats that several lines name, such as a share, as on one device wherever they are read."""
+    """Numbers that several lines name, such as a share, as on one device wherever they are read."""
     # For each number, and the one in its place, the values and the nodes that first read them.
-    found: dict[tuple[float, float], dict[int, Node]] = {}
-    for node in comparison.mesh.nodes:
+    found: dict[tuple[int | float, int | float], dict[int, Node]] = {}
+    ends = zip(comparison.mesh.results, comparison.right, strict=True)
+    # The length of a part may be the same number.
+    for node in needed(comparison.mesh.nodes, [x for x, right in ends if not right]):
         partner = comparison.partners.get(node)
         for x, y in zip(node.operands, partner.operands, strict=False) if partner else ():
             got, want = comparison.named(x, y)
-            is_other = isinstance(got, float) and isinstance(want, float) and got != want
+            is_number = any(type(got) is type(want) is kind for kind in (int, float))
+            is_other = is_number and got != want
             if is_other and node.line is not None and not _is_of_mean(comparison, node):
                 found.setdefault((got, want), {}).setdefault(x, node)
     for (_, want), readers in itertools.islice(found.items(), _MOST_NUMBERS):
