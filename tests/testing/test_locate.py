@@ -2166,3 +2166,99 @@ def test_a_count_that_two_lines_read() -> None:
     out_specs = P(), P(), ROWS
     found = located(step, jnp.asarray(3), X, in_specs=(P(), ROWS), out_specs=out_specs)
     assert found.places[0].line == line_with("the first to read it")
+
+
+def both_norms(grads: Any) -> Any:
+    own, common = ((g**2).sum() for g in grads)
+    return jnp.sqrt(own + common)  # adds a part to the whole
+
+
+def test_parts_of_a_sum_that_are_added_to_what_is_whole() -> None:
+    def step(x: Any, bias: Any) -> Any:
+        # Only where the programs have other steps are such changes tried.
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        return x / both_norms((x, bias))
+
+    found = located(step, X, jnp.linspace(0, 1, 3), in_specs=(ROWS, P()))
+    assert found.places[0].line == line_with("adds a part to the whole")
+
+
+def test_a_share_of_a_loss_that_is_reported_as_the_whole() -> None:
+    def step(scale: Any, x: Any) -> Any:
+        def loss(scale: Any) -> Any:
+            share = jnp.cos(scale * x).sum()
+            return share, share
+
+        (_, share), grad = jax.value_and_grad(loss, has_aux=True)(scale)
+        return scale - 0.1 * lax.psum(grad, "data"), 0.9 + 0.1 * (share - 0)  # the share of one
+
+    found = located(step, jnp.linspace(0.5, 1, 3), X, in_specs=(P(), ROWS), out_specs=P())
+    assert found.places[0].line == line_with("the share of one")
+
+
+def of_all(x: Any) -> Any:
+    """The sum of all shards."""
+    return x  # without a sum
+
+
+def test_a_function_that_does_nothing() -> None:
+    def step(x: Any) -> Any:
+        total = of_all(jnp.cos(x).sum(0))
+        return jnp.tanh(x / total)
+
+    found = located(step)
+    assert found.places[0].line == line_with("without a sum")
+    assert found.cause is not None and str(line_with("without a sum")) in found.cause
+
+
+def test_a_summand_of_a_loss_that_each_shard_counts() -> None:
+    def step(scale: Any, x: Any) -> Any:
+        def loss(scale: Any) -> Any:
+            whole = lax.all_gather(scale, "data", tiled=True)
+            return 0.1 * (whole**2).sum() - jnp.cos(scale * x).sum()  # counts it on each shard
+
+        share, grad = jax.value_and_grad(loss)(scale)
+        return scale - grad, lax.psum(share, "data")
+
+    x = jnp.linspace(0, 2, 8)
+    found = located(step, jnp.linspace(0.5, 1, 8), x, in_specs=(ROWS, ROWS), out_specs=(ROWS, P()))
+    assert found.places[0].line == line_with("counts it on each shard")
+
+
+@jax.custom_vjp
+def penalized(scale: Any, shift: Any, rows: Any) -> Any:
+    return (scale**2).sum() / lax.axis_size("data") + jnp.sin(rows + shift).sum()
+
+
+def penalized_backward(kept: Any, by: Any) -> Any:
+    scale, shift, rows = kept
+    return 2 * by * scale, by * jnp.cos(rows + shift).sum(0), None  # forgets that it is a share
+
+
+penalized.defvjp(lambda *given: (penalized(*given), given), penalized_backward)
+
+
+def test_a_backward_function_that_forgets_that_a_summand_is_a_share() -> None:
+    def step(scale: Any, shift: Any, x: Any) -> Any:
+        loss = lambda scale, shift: penalized(jnp.tanh(scale), jnp.tanh(shift), x)
+        grads = jax.grad(loss, (0, 1))(scale, shift)
+        return jax.tree.map(jnp.tanh, lax.psum(grads, "data"))
+
+    given = jnp.linspace(0.5, 1, 3), jnp.linspace(0, 1, 3)
+    found = located(step, *given, X, in_specs=(P(), P(), ROWS), out_specs=P())
+    assert found.places[0].line == line_with("forgets that it is a share")
+
+
+def test_the_first_parts_in_several_calls() -> None:
+    def first(whole: Any, count: int) -> Any:
+        return whole[:count]  # the first ones in both calls
+
+    def step(a: Any, b: Any, x: Any) -> Any:
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        more = first(b, len(b) // lax.axis_size("data"))
+        return jnp.tanh(x * first(a, len(x))[:, None]) + lax.psum(jnp.cos(more).sum(), "data")
+
+    given = jnp.linspace(0.5, 2, 8), jnp.linspace(-1, 1, 12)
+    found = located(step, *given, X, in_specs=(P(), P(), ROWS))
+    assert found.places[0].line == line_with("the first ones in both calls")
+    assert found.cause is not None and "the part of each shard along 'data'" in found.cause

@@ -1,6 +1,7 @@
 """Simple changes of a line, each of which may put all results right."""
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -62,6 +63,22 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         }
         added = {call[key].operands[k] for call in calls for key, k in read if key in call}
         yield from _reductions_of(comparison, suspect, sorted(added))
+        yield from _mixed(comparison, suspect)
+
+
+def _mixed(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
+    """The parts of a sum that earlier lines made, where a line adds what is whole."""
+    for node in suspect.nodes:
+        partial = [x for x in node.operands if _is_partial(comparison, x)]
+        whole = [x for x in node.operands if comparison.is_plain(x)]
+        if node.name in ("add", "sub") and len(partial) == len(whole) == 1:
+            makers = [comparison.maker.get(x) for x in (*partial, *whole)]
+            lines = {maker and maker.line for maker in makers}
+            if suspect.line not in lines:
+                # What makes both in the same way leaves the difference to this line.
+                is_likelier = len(lines) == 1
+                for trial in _reductions_of(comparison, suspect, partial):
+                    yield dataclasses.replace(trial, cost=trial.cost - 0.25 * is_likelier)
 
 
 def _of_all_calls(comparison: Comparison, suspect: Suspect) -> list[int]:
@@ -112,6 +129,8 @@ def _reductions_of(
     is_added = not any(node.name in RULES for node in suspect.nodes)
     # What is missing in a derivative stands after it as a rule, where it comes out.
     cost = int(suspect.transposed)
+    makers = [comparison.maker[x] for x in values if x in comparison.maker]
+    is_derived = not suspect.transposed and _is_derived(comparison, makers)
     for at, (name, size) in enumerate(scope.sizes.items()):
         equal = [
             np.allclose(array, array.take([0], at), rtol=1e-10, atol=0, equal_nan=True)
@@ -123,6 +142,8 @@ def _reductions_of(
         of_reduction += all(is_reduced_after(comparison, x, name) for x in arrays)
         # One reduction that is missing is likelier than several.
         of_reduction += 0.25 * (len(arrays) > 1)
+        # The derivative of the line is right without it.
+        of_reduction += 0.5 * is_derived
         kinds_along = {_along(comparison, x, name) for x in arrays}
         # Parts of an array are no parts of a sum, and maxima have no such derivatives.
         is_split = any(kind in ("parts", "overlapping") for kind, _ in kinds_along)
@@ -150,8 +171,16 @@ def _reductions_of(
             # A sum in the place of a mean is likelier than a factor that is missing. In a derivative both are
             # the same, and of a mistaken sum the values would differ too.
             of_factor = cost + 0.5 * (is_added or suspect.transposed)
+            # A sum that is right for others is meant.
+            of_factor += 0.75 * (not is_added and not _is_all(comparison, suspect))
             here = _other_mean(comparison, suspect, values, name, is_mean=factor > 1)
             yield Trial(suspect, changes, of_factor, words, is_added, is_factor=True, here=here)
+
+
+def _is_derived(comparison: Comparison, nodes: Sequence[Node]) -> bool:
+    """Whether the derivative of lines is a part of the program."""
+    lines = {node.line for node in nodes}
+    return any(node.transposed and node.line in lines for node in comparison.mesh.nodes)
 
 
 def _other_mean(
@@ -348,13 +377,16 @@ def _own_edges(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
 def _own_parts(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     """The part of each shard, where all of them cut the first part out of an array; in the derivative too."""
     here = [x for x in comparison.mesh.nodes if x.line == suspect.line]
+    # In all calls of the line, for each mesh axis.
+    changes: dict[Hashable, dict[int, Change]] = {}
     for node in [x for x in here if x.name == "slice" and not x.transposed]:
         (array,) = node.operands
         whole, part = (
             getattr(var.aval, "shape", ()) for var in (*node.eqn.invars, *node.eqn.outvars)
         )
         cut = [k for k, (n, m) in enumerate(zip(whole, part, strict=True)) if n != m]
-        if len(cut) != 1 or any(node.eqn.params["start_indices"]):
+        is_first_part = len(cut) == 1 and not any(node.eqn.params["start_indices"])
+        if not is_first_part or not comparison.is_number(array):
             continue
         # What a derivative puts back.
         back = [
@@ -365,13 +397,15 @@ def _own_parts(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         ]
         along, length = len(node.scope.sizes) + cut[0], part[cut[0]]
         for at, (name, size) in enumerate(node.scope.sizes.items()):
-            if length * size == whole[cut[0]] and comparison.is_number(array):
+            if length * size == whole[cut[0]]:
                 cut_out = functools.partial(_own_part, array, at, along, length)
-                changes = {node.results[0]: Change(cut_out, node.scope)}
+                of_axis = changes.setdefault(name, {})
+                of_axis[node.results[0]] = Change(cut_out, node.scope)
                 for x in back:
                     put_back = functools.partial(_rolled, x, at, along, length)
-                    changes[x] = Change(put_back, node.scope)
-                yield Trial(suspect, changes, 1, f"with the part of each shard along {name!r}")
+                    of_axis[x] = Change(put_back, node.scope)
+    for name, of_axis in changes.items():
+        yield Trial(suspect, of_axis, 1, f"with the part of each shard along {name!r}")
 
 
 def _own_part(whole: int, at: int, along: int, length: int, read: Read) -> Numbers:

@@ -4,13 +4,13 @@ import builtins
 import re
 from collections.abc import Callable, Sequence
 
-from .._program._lines import SourceLine
+from .._program._lines import SourceLine, returned_as_is
 from ._changes import reductions, simple_changes
 from ._compare import Comparison
 from ._graph import Node
 from ._reruns import MOST_NODES, Again, Reruns, runs_of
 from ._rounds import of_rounds
-from ._several_lines import at_hand, of_gradients, of_losses, of_one_device, unreduced
+from ._several_lines import at_hand, of_gradients, of_losses, of_one_device, of_shares, unreduced
 from ._suspects import Suspect, of_single_calls
 from ._trials import Trial
 
@@ -44,13 +44,13 @@ def mending(
     trials = [x for suspect in (*suspects, *calls) for x in reductions(comparison, suspect)]
     trials += [*of_gradients(comparison, suspects), *of_one_device(comparison)]
     # What a round hands on hardly tells a loss from a share of it.
-    trials += of_losses(comparison) if again is not None else ()
+    trials += [*of_losses(comparison), *of_shares(comparison)] if again is not None else []
     trials.sort(key=_order)
     rest: list[Trial] = []
     if others is not None:
-        more = [*unreduced(comparison), *at_hand(comparison)]
+        more = [*unreduced(comparison), *at_hand(comparison), *of_rounds(comparison)]
         more += (x for suspect in suspects for x in simple_changes(comparison, suspect))
-        trials += [*sorted(more, key=_order), *of_rounds(comparison)]
+        trials += sorted(more, key=_order)
         rest += (x for suspect in others for x in simple_changes(comparison, suspect))
         rest.sort(key=_order)
     early, late = [x for x in trials if not _is_late(x)], [x for x in trials if _is_late(x)]
@@ -127,6 +127,7 @@ def cause(
             lines |= after
             if after != {trial.suspect.line}:
                 lines |= {*handed_on(trial.suspect, trial.suspect.line)}
+            lines |= {*filter(None, map(returned_as_is, filter(None, [*lines])))}
     known = sorted(line for line in lines if line is not None)
     if len(known) < len(lines) or len(known) > _MOST_LINES:
         return None

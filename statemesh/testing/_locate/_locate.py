@@ -20,6 +20,7 @@ from .._program._lines import (
     definition_of_axes,
     line_of_gradient,
     renames,
+    returned_as_is,
     returns,
     uses_of,
 )
@@ -548,7 +549,9 @@ def _places_at(
     renamed = [x for x in handed_on if renames(call or line, x) and not reduces]
     others = [x for x in handed_on if x not in renamed]
     if call is None:
-        return [*at(renamed), place, *at(others)]
+        # A function that does nothing was to do something.
+        idle = _idle(comparison, suspect, line) if trial is not None and trial.is_added else []
+        return [*at([*idle, *renamed]), place, *at(others)]
     return [*at([*renamed, call, *others]), place]
 
 
@@ -589,6 +592,14 @@ def _length_of_loop(nodes: Sequence[Node], line: SourceLine) -> int:
         node.eqn.params["length"] for node in nodes if node.name == "scan" and node.line == line
     )
     return max((*opened, *whole), default=0)
+
+
+def _idle(comparison: Comparison, suspect: Suspect, line: SourceLine) -> list[SourceLine]:
+    """The lines of functions that do nothing, among those that a line calls, or one that reads it."""
+    values = {*suspect.values}
+    readers = [x.line for x in comparison.mesh.nodes if not values.isdisjoint(x.operands)]
+    lines = dict.fromkeys(x for x in (line, *readers) if x is not None)
+    return [*filter(None, map(returned_as_is, lines))]
 
 
 def _gives(comparison: Comparison, suspect: Suspect) -> list[SourceLine]:

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -144,6 +145,42 @@ def of_losses(comparison: Comparison) -> Iterator[Trial]:
             for factor in (1 / size, float(size)):
                 changes = {x: multiplied(x, factor) for x in suspect.values}
                 yield Trial(suspect, changes, 0.75)
+
+
+def of_shares(comparison: Comparison) -> Iterator[Trial]:
+    """Summands of a loss, and cotangents, that shards have as a whole where each should have a share.
+
+    Or the other way round. A summand changes together with its derivative.
+    """
+    nodes = comparison.mesh.nodes
+    readers: dict[int, list[Node]] = {}
+    for node in nodes:
+        for x in node.operands:
+            readers.setdefault(x, []).append(node)
+    # What the derivative of each line, and each line of a backward function, hands on.
+    back: dict[SourceLine | None, list[int]] = {}
+    for node in nodes:
+        is_back = node.transposed or is_of_backward(node.eqn)
+        for x in filter(comparison.is_number, node.results if is_back and node.line else ()):
+            others = readers.get(x, ())
+            if any((y.line, y.transposed) != (node.line, node.transposed) for y in others):
+                back.setdefault(node.line, []).append(x)
+    tried: list[tuple[Node, list[int]]] = []
+    for node in nodes:
+        aval: Any = node.eqn.outvars[0].aval
+        if is_of_backward(node.eqn):
+            tried += [(node, [x]) for x in node.results if x in back.get(node.line, ())]
+        elif node.name in ("add", "sub") and not node.transposed and node.line and not aval.shape:
+            for x in node.operands:
+                maker = comparison.maker.get(x)
+                of_line = back.get(maker.line, []) if maker else []
+                tried += [(node, [x, *of_line])] if of_line else []
+                tried += [(node, [x, y]) for y in of_line if 1 < len(of_line) <= _MOST_LINES]
+    for node, values in tried:
+        suspect = Suspect(node.line, False, [node], values[:1], "other")
+        for size in {size for size in node.scope.sizes.values() if size > 1}:
+            for factor in (1 / size, float(size)):
+                yield Trial(suspect, {x: multiplied(x, factor) for x in values}, 0.5)
 
 
 def of_one_device(comparison: Comparison) -> Iterator[Trial]:

@@ -115,6 +115,25 @@ def definition_of_axes(line: SourceLine) -> SourceLine | None:
     return None
 
 
+def returned_as_is(line: SourceLine) -> SourceLine | None:
+    """The line of a function, called by its name on a line, that does nothing but return a parameter."""
+    called = {
+        x.func.id
+        for at in _around(line)[-1:]
+        for x in ast.walk(at)
+        if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)
+    }
+    for function in ast.walk(_parsed("".join(linecache.getlines(line.file)))):
+        if isinstance(function, ast.FunctionDef) and function.name in called:
+            body = function.body[ast.get_docstring(function) is not None :]
+            given = {x.arg for x in function.args.args}
+            last = body[0] if len(body) == 1 else None
+            value = last.value if isinstance(last, ast.Return) else None
+            if isinstance(value, ast.Name) and value.id in given:
+                return SourceLine(line.file, value.lineno)
+    return None
+
+
 def _assigns(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assign | ast.AnnAssign)
 
