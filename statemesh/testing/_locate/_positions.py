@@ -175,9 +175,10 @@ def _constants_of(comparison: Comparison, nodes: Sequence[Node]) -> dict[int, in
     for x in sorted(read & comparison.mesh.constants.keys()):
         number = numbers(comparison.values[x].x)
         # By a count, a mean divides floats.
-        is_count = number.dtype.kind in "iuf" and number.size == 1 and number.flat[0] % 1 == 0
-        if is_count and number.flat[0] > 1:
-            found[x] = int(number.flat[0])
+        if number.dtype.kind in "iuf" and number.size == 1:
+            count = float(number.flat[0])
+            if count.is_integer() and count > 1:
+                found[x] = int(count)
     return found
 
 
