@@ -127,7 +127,8 @@ def cause(
             lines |= after
             if after != {trial.suspect.line}:
                 lines |= {*handed_on(trial.suspect, trial.suspect.line)}
-            lines |= {*filter(None, map(returned_as_is, filter(None, [*lines])))}
+    if any(trial.is_added for trial in trials):
+        lines |= {*filter(None, map(returned_as_is, filter(None, [*lines])))}
     known = sorted(line for line in lines if line is not None)
     if len(known) < len(lines) or len(known) > _MOST_LINES:
         return None

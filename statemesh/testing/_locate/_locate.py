@@ -677,8 +677,8 @@ def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
         (suspect.nodes[0], suspect.nodes[0].results[0]),
     )
     got = want = shards = ""
-    right = next(right_values(comparison, value), None) if comparison.is_number(value) else None
     is_shown = comparison.differs(value) and value not in comparison.indices
+    right = next(right_values(comparison, value), None) if is_shown else None
     if is_shown and (right is not None or trial is None):
         if right is None:
             got, want = shapes_in_words(comparison.values[value].shape, comparison.wants.get(value))

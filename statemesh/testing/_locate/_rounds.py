@@ -74,9 +74,9 @@ def of_rounds(comparison: Comparison) -> Iterator[Trial]:
     for calls, back in _loops(comparison):
         lengths = [list(_of_another_length(comparison, loop)) for loop in calls]
         yield from _of_all_runs(lengths)
+        repeated = [loop for loop in calls if len(loop.rounds) > 1]
         for trials_of in (_of_values_that_go_on, _of_values_that_move):
-            calls = [loop for loop in calls if len(loop.rounds) > 1]
-            yield from _of_all_runs([list(trials_of(comparison, loop)) for loop in calls])
+            yield from _of_all_runs([list(trials_of(comparison, loop)) for loop in repeated])
         # A function may run in its own derivative too.
         lengths += (list(_of_another_length(comparison, loop)) for loop in back)
         if back and len({*map(len, lengths)}) == 1:

@@ -18,7 +18,7 @@ from ._compare import Comparison
 from ._evaluate import on_all_shards
 from ._graph import Node, needed
 from ._reruns import Change, Changes, Read, constant, results_on_all_shards
-from ._suspects import SUMS, Suspect, by_gradient, is_multiple
+from ._suspects import SUMS, Suspect, by_gradient, is_multiple, readers_of
 from ._trials import REDUCED_BY, Trial, multiplied, reduced_by
 
 
@@ -60,7 +60,7 @@ def of_gradients(comparison: Comparison, suspects: Sequence[Suspect]) -> Iterato
     What makes gradients whole often runs on all of them in one line. Where that line is missing, only those
     that read them are left.
     """
-    of_derivative = {x for x in comparison.mesh.nodes if x.transposed or is_of_backward(x.eqn)}
+    of_derivative = {*filter(_is_of_derivative, comparison.mesh.nodes)}
     later = [node for node in comparison.mesh.nodes if node not in of_derivative and node.line]
     read_later = {x for node in later for x in node.operands}
     come_out = {x for node in of_derivative for x in node.results} & read_later
@@ -93,6 +93,11 @@ def of_gradients(comparison: Comparison, suspects: Sequence[Suspect]) -> Iterato
             for cost, line in enumerate([*reversed(by_line)][:2]):
                 suspect = Suspect(line, False, [by_line[line]], gradients, "other")
                 yield Trial(suspect, changes, cost + 0.5 * are_some, words, is_added=True)
+
+
+def _is_of_derivative(node: Node) -> bool:
+    """Whether a node belongs to a backward pass, or to a backward function of the user's."""
+    return node.transposed or is_of_backward(node.eqn)
 
 
 def _read_together(
@@ -152,18 +157,13 @@ def of_shares(comparison: Comparison) -> Iterator[Trial]:
 
     Or the other way round. A summand changes together with its derivative.
     """
-    nodes = comparison.mesh.nodes
-    readers: dict[int, list[Node]] = {}
-    for node in nodes:
-        for x in node.operands:
-            readers.setdefault(x, []).append(node)
+    nodes, readers = comparison.mesh.nodes, readers_of(comparison)
     # What the derivative of each line, and each line of a backward function, hands on.
     back: dict[SourceLine | None, list[int]] = {}
     for node in nodes:
-        is_back = node.transposed or is_of_backward(node.eqn)
-        for x in filter(comparison.is_number, node.results if is_back and node.line else ()):
-            others = readers.get(x, ())
-            if any((y.line, y.transposed) != (node.line, node.transposed) for y in others):
+        is_back = _is_of_derivative(node) and node.line
+        for x in filter(comparison.is_number, node.results if is_back else ()):
+            if any((y.line, y.transposed) != (node.line, node.transposed) for y in readers[x]):
                 back.setdefault(node.line, []).append(x)
     tried: list[tuple[Node, list[int]]] = []
     for node in nodes:

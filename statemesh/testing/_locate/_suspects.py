@@ -93,7 +93,7 @@ def suspects_of(comparison: Comparison) -> list[Suspect]:
     by_line: dict[tuple[SourceLine | None, bool], list[Node]] = {}
     for node in nodes:
         by_line.setdefault((lines[node], node.transposed), []).append(node)
-    readers = _readers_of(comparison)
+    readers = readers_of(comparison)
     suspects, ends = [], {*comparison.mesh.results}
     after = _after_wrong_rounds(comparison, values, readers)
     natural = _natural(comparison, nodes, values)
@@ -219,7 +219,7 @@ def is_of_one(comparison: Comparison, value: int) -> bool:
     return known is not None and any(kind == "one" for _, kind, _ in known.kinds)
 
 
-def _readers_of(comparison: Comparison) -> dict[int, set[Node]]:
+def readers_of(comparison: Comparison) -> dict[int, set[Node]]:
     """The nodes that read each value."""
     readers: dict[int, set[Node]] = collections.defaultdict(set)
     for node in comparison.mesh.nodes:
@@ -236,7 +236,7 @@ def of_first_wrong_round(comparison: Comparison) -> Comparison | None:
     something wrong.
     """
     wrong = _wrong_values(comparison)
-    for _, inside, handed_on in _rounds(comparison, _readers_of(comparison)):
+    for _, inside, handed_on in _rounds(comparison, readers_of(comparison)):
         made = {x for node in inside for x in node.results}
         read = wrong & {x for node in inside for x in node.operands} - made
         # A loop may read the numbers of a shard's own rows, which are as they should be.

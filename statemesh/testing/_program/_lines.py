@@ -104,13 +104,14 @@ def definition_of_axes(line: SourceLine) -> SourceLine | None:
         for name in ast.walk(given)
         if isinstance(name, ast.Name)
     }
-    module = _parsed("".join(linecache.getlines(line.file)))
+    module = _module(line)
     read = [
         x.id for x in ast.walk(module) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)
     ]
     for statement in module.body:
-        for name in axes & _names([statement], ast.Store) if _assigns(statement) else ():
-            if read.count(name) == 1:
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            assigned = axes & _names([statement], ast.Store)
+            if any(read.count(name) == 1 for name in assigned):
                 return SourceLine(line.file, statement.lineno)
     return None
 
@@ -123,7 +124,7 @@ def returned_as_is(line: SourceLine) -> SourceLine | None:
         for x in ast.walk(at)
         if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)
     }
-    for function in ast.walk(_parsed("".join(linecache.getlines(line.file)))):
+    for function in ast.walk(_module(line)):
         if isinstance(function, ast.FunctionDef) and function.name in called:
             body = function.body[ast.get_docstring(function) is not None :]
             given = {x.arg for x in function.args.args}
@@ -132,10 +133,6 @@ def returned_as_is(line: SourceLine) -> SourceLine | None:
             if isinstance(value, ast.Name) and value.id in given:
                 return SourceLine(line.file, value.lineno)
     return None
-
-
-def _assigns(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Assign | ast.AnnAssign)
 
 
 def loops_around(line: SourceLine) -> dict[SourceLine, int]:
@@ -181,12 +178,16 @@ def _names(statements: Sequence[ast.stmt], context: type[ast.expr_context]) -> s
 
 def _around(line: SourceLine) -> list[ast.stmt]:
     """The statements that a line is a part of, the innermost last."""
-    source = "".join(linecache.getlines(line.file))
     return [
         node
-        for node in ast.walk(_parsed(source))
+        for node in ast.walk(_module(line))
         if isinstance(node, ast.stmt) and node.lineno <= line.number <= (node.end_lineno or 0)
     ]
+
+
+def _module(line: SourceLine) -> ast.Module:
+    """The file of a line."""
+    return _parsed("".join(linecache.getlines(line.file)))
 
 
 @functools.lru_cache(maxsize=8)
