@@ -2262,3 +2262,171 @@ def test_the_first_parts_in_several_calls() -> None:
     found = located(step, *given, X, in_specs=(P(), P(), ROWS))
     assert found.places[0].line == line_with("the first ones in both calls")
     assert found.cause is not None and "the part of each shard along 'data'" in found.cause
+
+
+def evidence(fun: Any, *args: Any, **specs: Any) -> dict[tuple[int, bool], str]:
+    """What speaks for each line, and for its derivative."""
+    mapped = on_mesh(fun, **specs)
+    _, traces = _compare.both_traced(mapped, mapped.unsharded, (args, {}))
+    wide = [jnp.asarray(x, float) for x in args]
+    with jax.enable_x64(True):
+        comparison = _compare.compare_traced(traces, wide, wide=True)
+        suspects = suspects_of(comparison)
+    return {(x.line.number, x.transposed): x.evidence for x in suspects if x.line}
+
+
+def kernels(a: Any, b: Any) -> Any:
+    return jnp.cos(a[:, None] - b)  # in the order of a ring
+
+
+def by_all(x: Any, turn: int = 1) -> Any:
+    """Own rows by all rows, whose parts go around a ring."""
+    size, here, part = lax.axis_size("data"), len(x), x
+    made = jnp.zeros((here, here * size))
+    for k in range(size):
+        start = (lax.axis_index("data") - k * turn) % size * here  # counts shards
+        made = lax.dynamic_update_slice_in_dim(made, kernels(x, part), start, 1)
+        part = lax.ppermute(part, "data", [(i, (i + 1) % size) for i in range(size)])  # a ring
+    return made
+
+
+def test_a_ring_that_is_right_does_not_lead_to_a_wrong_derivative() -> None:
+    def step(x: Any) -> Any:
+        def loss(x: Any) -> Any:
+            return (jnp.tanh(by_all(x)).sum(1) / (2 + jnp.sin(x).sum())).sum()  # by the own sum
+
+        return jax.grad(loss)(x) / 8
+
+    x = jnp.linspace(0.1, 2, 8)
+    assert located(step, x).places[0].line == line_with("by the own sum")
+    in_order = line_with("in the order of a ring")
+    assert not any(line == in_order and not is_back for line, is_back in evidence(step, x))
+
+
+def test_a_ring_that_counts_the_wrong_way_may_also_turn_the_wrong_way() -> None:
+    found = located(lambda x: by_all(x, -1), jnp.linspace(0.1, 2, 8) ** 2)
+    assert {place.line for place in found.places[:2]} == {
+        line_with("counts shards"),
+        line_with("a ring"),
+    }
+    assert found.cause is None
+
+
+def mean_of_rows(x: Any, mask: Any) -> Any:
+    total, count = jnp.where(mask, x, 0).sum(0), mask.sum(0)  # sums of each shard
+    return lax.pmean(total / count, "data")  # ratios of each shard
+
+
+def test_a_function_whose_later_calls_read_what_the_first_one_made() -> None:
+    def step(x: Any) -> Any:
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        mask = x[:, :1] > lax.pmin(x[:, :1].min(), "data")
+        mean = mean_of_rows(x, mask)
+        return mean, mean_of_rows((x - mean) ** 2, mask)
+
+    x = X + 0.5 * np.arange(8, dtype=np.float32)[:, None]
+    found = located(step, x, out_specs=P())
+    assert found.places[0].line == line_with("ratios of each shard")
+    sums = line_with("sums of each shard"), False
+    assert evidence(step, x, out_specs=P())[sums] == "related"
+
+
+def test_shares_that_are_right_by_accident() -> None:
+    def step(x: Any) -> Any:
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        keys = jax.random.split(jax.random.key(5), len(x))  # the same keys on all shards
+        noise = jax.vmap(jax.random.normal)(keys)
+        taken = noise < x[:, 0]
+        share = lax.pmean(taken.mean(), "data")  # a share of rows
+        return x * share + noise[:, None], share
+
+    x = X - 0.3 * np.arange(8, dtype=np.float32)[:, None]
+    share = line_with("a share of rows"), False
+    assert evidence(step, x, out_specs=(ROWS, P()))[share] == "after"
+
+
+def test_sums_up_to_each_position() -> None:
+    def step(x: Any) -> Any:
+        sums = jnp.cumsum(x)  # up to each row
+        last = lax.all_gather(sums[-1], "data")
+        index = lax.axis_index("data")
+        before = jnp.where(jnp.arange(len(last)) <= index, last, 0).sum()
+        ends = lax.all_gather(before + sums, "data", tiled=True)
+        return jnp.searchsorted(ends, (index * len(x) + jnp.arange(len(x)) + 0.4) / 8)
+
+    weights = jax.nn.softmax(jnp.asarray(np.random.default_rng(3).normal(size=8)))
+    assert located(step, weights).places[0].line != line_with("up to each row")
+
+
+def test_a_gradient_that_lacks_a_sum_beside_those_that_do_not() -> None:
+    def step(given: Any, x: Any) -> Any:
+        x = x.T.T if lax.axis_size("data") > 1 else x
+
+        def loss(given: Any, row: Any) -> Any:
+            seen = row * given["gain"]
+            made = jnp.tanh(seen @ given["columns"])
+            return jnp.sin(lax.psum(made.sum(), "model")) / lax.axis_size("model")
+
+        grads = jax.vmap(jax.grad(loss), (None, 0))(given, x)
+        means = {n: lax.pmean(g.mean(0), "data") for n, g in grads.items()}  # means of both
+        return jax.tree.map(jnp.tanh, means)
+
+    given = {"gain": jnp.linspace(0.5, 1, 3), "columns": jnp.ones((3, 4)) * jnp.arange(4)}
+    specs = {"gain": P(), "columns": P(None, "model")}
+    found = located(step, given, X, in_specs=(specs, ROWS), out_specs=specs, mesh=GRID)
+    assert line_with("means of both") not in [place.line for place in found.places[:2]]
+
+
+def test_a_number_that_an_earlier_line_computes_of_a_length() -> None:
+    def step(x: Any) -> Any:
+        keep = 0.7 ** (8 // len(x))  # by the number of shards
+        return keep * x + (1 - keep) * jnp.cos(x)  # reads the number
+
+    lines = [line_with("by the number of shards"), line_with("reads the number")]
+    assert [place.line for place in located(step).places] == lines
+
+
+def whole_sum(x: Any) -> Any:
+    return lax.psum(x, "data")  # all that the function does
+
+
+def test_a_call_that_sums_what_is_whole() -> None:
+    def step(x: Any) -> Any:
+        total = whole_sum(x.sum(0))
+        again = whole_sum(jnp.cos(total))  # sums again
+        return jnp.tanh(x * again)
+
+    lines = [line_with("sums again"), line_with("all that the function does")]
+    assert [place.line for place in located(step).places[:2]] == lines
+
+
+class Moments(sm.Module):
+    count: sm.BatchState
+
+
+def test_a_policy_for_numbers_that_no_line_makes() -> None:
+    def step(moments: Moments, x: Any) -> Moments:
+        count = np.asarray(float(len(x)), np.float32)
+        return moments.replace(count=(jnp.asarray(count), x.mean()))
+
+    zero = jnp.zeros(())
+    moments = Moments(sm.BatchState((zero, zero), reduce="mean"))
+    found = located(step, moments, X, in_specs=(None, ROWS), out_specs=P())
+    assert "the write policy of" in found.places[0].source
+
+
+def merged(_: Any, new: Any, axis_names: Any) -> Any:
+    mean, squares = new
+    return lax.pmean(mean, axis_names), lax.psum(squares, axis_names)  # around own means
+
+
+def test_what_a_policy_reduces_may_lack_something_in_the_policy() -> None:
+    def step(moments: Moments, x: Any) -> Moments:
+        x = x.T.T if lax.axis_size("data") > 1 else x
+        squares = x.var() * 24
+        return moments.replace(count=(x.mean(), squares))
+
+    zero = jnp.zeros(())
+    moments = Moments(sm.BatchState((zero, zero), reduce=merged))
+    found = located(step, moments, X, in_specs=(None, ROWS), out_specs=P())
+    assert found.cause is None

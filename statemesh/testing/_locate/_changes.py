@@ -10,7 +10,7 @@ import numpy as np
 
 from .._program._collective_rules import RULES
 from .._program._jaxprs import names_of
-from .._program._lines import SourceLine
+from .._program._lines import SourceLine, line_of_gradient
 from .._types import Numbers
 from ._compare import Comparison
 from ._graph import Node
@@ -24,7 +24,7 @@ from ._positions import (
     of_whole_numbers,
 )
 from ._reruns import Change, Read, results_on_all_shards, same_as
-from ._suspects import REDUCTIONS, SUMS, Suspect, is_first
+from ._suspects import OF_ORDER, REDUCTIONS, SUMS, Suspect, is_first
 from ._trials import REDUCED_BY, Trial, moved, multiplied, reduced_by
 
 
@@ -131,6 +131,7 @@ def _reductions_of(
     cost = int(suspect.transposed)
     makers = [comparison.maker[x] for x in values if x in comparison.maker]
     is_derived = not suspect.transposed and _is_derived(comparison, makers)
+    is_of_some = _reads_right_gradients(comparison, suspect)
     for at, (name, size) in enumerate(scope.sizes.items()):
         equal = [
             np.allclose(array, array.take([0], at), rtol=1e-10, atol=0, equal_nan=True)
@@ -144,6 +145,10 @@ def _reductions_of(
         of_reduction += 0.25 * (len(arrays) > 1)
         # The derivative of the line is right without it.
         of_reduction += 0.5 * is_derived
+        # Nobody sums positions, or sums up to each position, over shards.
+        of_reduction += all(x and x.name in OF_ORDER for x in map(comparison.maker.get, values))
+        # What only some gradients lack is missing where they are made.
+        of_reduction += 1.25 * is_of_some
         kinds_along = {_along(comparison, x, name) for x in arrays}
         # Parts of an array are no parts of a sum, and maxima have no such derivatives.
         is_split = any(kind in ("parts", "overlapping") for kind, _ in kinds_along)
@@ -181,6 +186,20 @@ def _is_derived(comparison: Comparison, nodes: Sequence[Node]) -> bool:
     """Whether the derivative of lines is a part of the program."""
     lines = {node.line for node in nodes}
     return any(node.transposed and node.line in lines for node in comparison.mesh.nodes)
+
+
+def _reads_right_gradients(comparison: Comparison, suspect: Suspect) -> bool:
+    """Whether a line reads several gradients of one derivative, and makes something wrong of some only."""
+    here = [x for x in comparison.mesh.nodes if x.line == suspect.line and not x.transposed]
+    # For each line that asks for derivatives, whether what is made of each of them is wrong.
+    found: dict[SourceLine | None, set[bool]] = {}
+    for node in () if suspect.transposed else here:
+        for x in node.operands:
+            maker = comparison.maker.get(x)
+            if maker is not None and maker.transposed:
+                line = line_of_gradient(maker.eqn)
+                found.setdefault(line, set()).add(node in suspect.nodes)
+    return any(len(each) > 1 for each in found.values())
 
 
 def _other_mean(

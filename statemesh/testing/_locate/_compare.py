@@ -1,5 +1,6 @@
 """The values of a program on a mesh beside those of the program on one device, also inside loops."""
 
+import collections
 import copy
 import dataclasses
 import itertools
@@ -32,6 +33,9 @@ _MOST_BYTES = 2**29
 _MOST_LOOPS = 8
 # A mistake shows in the first rounds.
 _MOST_ROUNDS = 32
+
+# What is so small beside the parts of a sum is nothing but rounding.
+_VANISHES = 1e-9
 
 _LOOPS = ("scan", "while", "cond")
 _RANDOM = ("random_bits", "random_wrap", "random_fold_in", "random_split", "random_seed")
@@ -98,6 +102,8 @@ class Comparison:
             {x: node for node in graph.nodes for x in node.operands}
             for graph in (self.mesh, self.single)
         ]
+        # What is made of truths only.
+        self._of_truths: set[int] = set()
         self._bytes = 0
 
     # What is known of a value
@@ -121,6 +127,10 @@ class Comparison:
     def is_whole(self, value: int) -> bool:
         """Whether a value was kept, and is whole numbers."""
         return self.is_number(value) and numbers(self.values[value].x).dtype.kind in "iu"
+
+    def is_truth(self, value: int) -> bool:
+        """Whether a value was kept, and is truths."""
+        return self.is_number(value) and numbers(self.values[value].x).dtype.kind == "b"
 
     def own_lengths(self, node: Node, name: Hashable) -> Iterator[int]:
         """Constants that are the length of a part along a mesh axis; one device has that of the whole."""
@@ -279,7 +289,10 @@ class Comparison:
                 self.indices.add(x)
                 if node.name == "axis_index" or self.positions.intersection(node.operands):
                     self.positions.add(x)
-            if node.operands and self._has_unequal_copies(node, self.values[node.operands[0]]):
+            is_unequal = node.operands and self._has_unequal_copies(
+                node, self.values[node.operands[0]]
+            )
+            if is_unequal or self._is_by_accident(node, x):
                 self.relations[x] = None
         is_loop = node.name in _LOOPS and len(self.operands) < _MOST_LOOPS
         if is_loop and partner and any(self.relations[x] is None for x in node.results):
@@ -287,6 +300,28 @@ class Comparison:
                 [self.values[x] for x in node.operands],
                 [self._known[1][x] for x in partner.operands],
             )
+
+    def _is_by_accident(self, node: Node, value: int) -> bool:
+        """Whether a value made of something unrelated is related because one shard happens to be right.
+
+        Or because it has few different numbers, as shares of truths have.
+        """
+        known, others = self.relations[value], {*node.operands}.difference(self.mesh.constants)
+        x = self.values[value].x
+        if x.dtype == np.bool_ or (others and others <= self._of_truths):
+            self._of_truths.add(value)
+        if known is None or known.is_plain or not any(map(self.is_unrelated, node.operands)):
+            return False
+        kinds = {kind for _, kind, _ in known.kinds}
+        if "one" in kinds:
+            # Others than the right one should have zeros.
+            names = [name for name, kind, _ in known.kinds if kind == "one"]
+            at = tuple(map([*map(str, self.scopes[value].sizes)].index, names))
+            return bool(np.any((self.got(value) != 0).sum(at) > 1))
+        # Distances from a mean sum to nothing, whatever they are.
+        vanishes = largest(self.wants.get(value, np.ones(()))) <= _VANISHES * largest(numbers(x))
+        is_few = value in self._of_truths and not kinds.isdisjoint(("max", "min", "mean"))
+        return vanishes or is_few
 
     def _reblock(self, node: Node, partner: Node) -> None:
         """Give one device the numbers of a reshape in the order of the shards' parts.
@@ -321,21 +356,26 @@ class Comparison:
     def _relate_by_readers(self) -> None:
         """Relate what nodes without a partner make to what is read or returned in its place on one device.
 
-        Where only some rounds of a loop have partners, nobody knows what is in the place of the others.
+        Where a loop has more rounds in one program than in the other, that is known of what it ends with only.
         """
-        paired = {(node.name, node.line, node.transposed) for node in self.partners}
+        counts = [collections.Counter(map(_kind, side.nodes)) for side in (self.mesh, self.single)]
+        paired = {_kind(node) for node in self.partners}
+        ended = {kind for kind in paired if counts[0][kind] != counts[1][kind]}
         read: dict[int, set[int]] = {}
         for node, partner in self.partners.items():
             if len(node.operands) == len(partner.operands):
                 for x, y in zip(node.operands, partner.operands, strict=True):
                     maker = self.maker.get(x)
-                    if maker and (maker.name, maker.line, maker.transposed) not in paired:
+                    if maker is None or (_kind(maker) in paired - ended):
+                        continue
+                    if _kind(maker) not in paired or _kind(node) not in ended:
                         read.setdefault(x, set()).add(y)
         for x, y in zip(self.mesh.results, self.single.results, strict=True):
             join = self.maker.get(x)
             read.setdefault(join.operands[0] if join and join.kind == "join" else x, set()).add(y)
         for x, of_partners in read.items():
-            known = x in self.indices or x not in self.maker or self.maker[x] in self.partners
+            maker = self.maker.get(x)
+            known = maker is None or x in self.indices or _kind(maker) in paired - ended
             if known or x not in self.values or len(of_partners) > 1:
                 continue
             if (y := of_partners.pop()) in self._known[1]:
@@ -411,6 +451,10 @@ class Comparison:
             known = None
         is_index = bool(self.scope.sizes) and operand in self.indices
         return self._is_right_as(known, got.x.dtype) or is_index
+
+
+def _kind(node: Node) -> Hashable:
+    return node.name, node.line, node.transposed
 
 
 def _longer(own: Sequence[int], whole_shape: Sequence[int]) -> dict[int, int] | None:

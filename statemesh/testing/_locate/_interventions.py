@@ -4,7 +4,7 @@ import builtins
 import re
 from collections.abc import Callable, Sequence
 
-from .._program._lines import SourceLine, returned_as_is
+from .._program._lines import SourceLine, is_same_function, returned_as_is
 from ._changes import reductions, simple_changes
 from ._compare import Comparison
 from ._graph import Node
@@ -119,6 +119,9 @@ def cause(
     if any(node is not None and node.line not in (None, suspect.line) for node in makers):
         # The line reads what another one has made.
         return None
+    if any(_is_inside(x) and _is_reduced_by_policy(comparison, x.suspect) for x in trials):
+        # Who merges what shards have may merge it in the wrong way.
+        return None
     for trial in trials:
         if trial.is_added or trial.is_factor:
             lines |= _before(comparison, trial)
@@ -141,6 +144,16 @@ def cause(
 def _is_inside(trial: Trial) -> bool:
     """Whether a trial changes values that their line does not hand on."""
     return not {*trial.suspect.values}.issuperset(trial.changes)
+
+
+def _is_reduced_by_policy(comparison: Comparison, suspect: Suspect) -> bool:
+    """Whether a function that reads what a line makes is a write policy: no line of the user's calls it."""
+    made, line = {*suspect.values}, suspect.line
+    callers = {node.callers for node in suspect.nodes}
+    readers = [
+        x.line for x in comparison.mesh.nodes if x.callers in callers and made & {*x.operands}
+    ]
+    return any(line and reader and not is_same_function(line, reader) for reader in readers)
 
 
 def _numbers_of(comparison: Comparison, trial: Trial) -> set[int]:

@@ -18,6 +18,8 @@ from .._program._doubled import widened
 from .._program._lines import (
     SourceLine,
     definition_of_axes,
+    definition_of_number,
+    is_wrapper,
     line_of_gradient,
     renames,
     returned_as_is,
@@ -528,6 +530,12 @@ def _places_at(
         rearranged = _rearranged(comparison, suspect)
         if rearranged or suspect.evidence != "related":
             return [*at(rearranged), place]
+    call = _call_of_wrapper(comparison, suspect)
+    if call is not None:
+        return [*at([call]), place]
+    number = _own_number(comparison, suspect) if trial is None else None
+    if number is not None:
+        return [*at([number]), place]
     loop = _loop_to_blame(comparison, suspect) if trial is None else None
     if loop is not None:
         return [*at([loop]), place]
@@ -553,6 +561,38 @@ def _places_at(
         idle = _idle(comparison, suspect, line) if trial is not None and trial.is_added else []
         return [*at([*idle, *renamed]), place, *at(others)]
     return [*at([*renamed, call, *others]), place]
+
+
+def _call_of_wrapper(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
+    """The line that calls a function of one line, where a collective is wrong only in this call of it."""
+    line = suspect.line
+    if line is None or suspect.transposed or not is_wrapper(line):
+        return None
+    calls: dict[bool, set[SourceLine]] = {True: set(), False: set()}
+    for node in comparison.mesh.nodes:
+        is_alike = node.line == line and not node.transposed and node.name in RULES
+        is_right = all(map(comparison.is_plain, node.results))
+        is_given = is_right or all(map(comparison.is_plain, node.operands))
+        if is_alike and node.callers and is_given:
+            calls[is_right].add(node.callers[0])
+    wrong, right = calls[False], calls[True] - calls[False]
+    return wrong.pop() if right and len(wrong) == 1 else None
+
+
+def _own_number(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
+    """The line that computes the number which a line reads by its name, where one device has another."""
+    first = [x for x in suspect.nodes if is_first(comparison, x)] if not suspect.transposed else []
+    for node in first:
+        partner = comparison.partners.get(node)
+        for x, y in zip(node.operands, partner.operands, strict=False) if partner else ():
+            got, want = comparison.named(x, y)
+            if got != want and suspect.line is not None:
+                line = definition_of_number(suspect.line)
+                read = {x for node in suspect.nodes for x in node.operands}
+                makers = [comparison.maker[x] for x in read if x in comparison.maker]
+                # What that line makes is an array.
+                return None if line in [maker.line for maker in makers] else line
+    return None
 
 
 def _at(place: Place, line: SourceLine) -> Place:

@@ -27,6 +27,7 @@ _MOST_LENGTHS = 4
 _MOST_CHOICES = 3
 # What to add to the bound of a comparison of whole numbers, so that the bound itself is in or out.
 _BOUNDS = {"lt": 1, "le": -1, "gt": -1, "ge": 1}
+_OPPOSITE = ("add", "sub")
 # What makes trials of nodes of one kind gives their cost, the changes, and the change in words.
 Changed: TypeAlias = Iterator[tuple[float, Changes, str]]
 
@@ -72,6 +73,13 @@ def of_whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[N
             for shift in range(1, size):
                 yield 0, {x: moved(x, at, shift) for x in values}, ""
     elif _is_signed(aval):
+        # The remainder of a negative number adds too, and chooses then.
+        chosen = {x for y in comparison.mesh.nodes if y.name == "select_n" for x in y.operands}
+        counted_on = [x for x in values if x in comparison.positions and x not in chosen]
+        if nodes[0].name in _OPPOSITE and counted_on:
+            # Who counts shards may count the wrong way, as around a ring.
+            opposite = functools.partial(_opposite, comparison)
+            yield 0.25, {x: Change(functools.partial(opposite, x)) for x in counted_on}, ""
         # Those without a sign are bits of random numbers, as a rule.
         # Who counts from 0 does so on purpose.
         cost = 0.25 * (nodes[0].name == "iota")
@@ -98,6 +106,13 @@ def _with_other_bound(comparison: Comparison, value: int, read: Read) -> Numbers
     node = comparison.maker[value]
     number, bound = map(read, node.operands)
     return results_on_all_shards(comparison, node, [number, bound + _BOUNDS[node.name]])[0]
+
+
+def _opposite(comparison: Comparison, value: int, read: Read) -> Numbers:
+    """The difference of what is added, and the other way round."""
+    node = comparison.maker[value]
+    a, b = map(read, node.operands)
+    return results_on_all_shards(comparison, node, [a, -b])[0]
 
 
 def of_operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> Changed:

@@ -264,7 +264,22 @@ def of_other_policies(
                 before = [x for _, path in ends for x in old_values.get(_within(path), ())]
                 is_theirs = any(_does_to(comparison, x, other, before) for x in changes)
                 return [place], policy is not None or is_theirs
+    if len(by_state) == 1 and _is_of_policy_alone(comparison, state, results):
+        source = f"the write policy of {state}"
+        return [Place("", 0, source, "the policy", got="", want="", shards="")], True
     return [], False
+
+
+def _is_of_policy_alone(comparison: Comparison, state: str, results: Sequence[str]) -> bool:
+    """Whether no line has made what is wrong in a state, of which a policy reduces at least a part."""
+    reduced, made = [], []
+    for x, right, path in zip(comparison.mesh.results, comparison.right, results, strict=True):
+        join = comparison.maker.get(x)
+        if join is not None and _state(path) == state:
+            reductions, written = _behind(comparison, join.operands[0])
+            reduced += [*reductions]
+            made += [] if right else [bool(written)]
+    return bool(reduced) and not all(made)
 
 
 def _does_to(comparison: Comparison, written: int, policy: str, old: Sequence[int]) -> bool:
@@ -330,6 +345,15 @@ def _policy_of(comparison: Comparison, end: int) -> tuple[int | None, Node | Non
 
     There is none of the one or the other where nobody knows it.
     """
+    reductions, written = _behind(comparison, end)
+    if len(written) != 1 or end not in comparison.values:
+        return None, None
+    (value,) = written
+    return (value if comparison.differs(value) else None), next(iter(reductions), None)
+
+
+def _behind(comparison: Comparison, end: int) -> tuple[dict[Node, None], dict[int, None]]:
+    """The reductions of policies behind a result, and what lines of the user's have made before them."""
     reductions, written = dict[Node, None](), dict[int, None]()
     # States of one policy go as one array: which part of it a value is.
     queue: list[tuple[int, int | None]] = [(end, None)]
@@ -347,10 +371,7 @@ def _policy_of(comparison: Comparison, end: int) -> tuple[int | None, Node | Non
                 reductions[node] = None
         elif node is not None and node.line is not None:
             written[x] = None
-    if len(written) != 1 or end not in comparison.values:
-        return None, None
-    (value,) = written
-    return (value if comparison.differs(value) else None), next(iter(reductions), None)
+    return reductions, written
 
 
 def _within(path: str) -> str:

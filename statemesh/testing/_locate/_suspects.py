@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -279,7 +280,7 @@ def _after_wrong_rounds(
 
 def _wrong_values(comparison: Comparison) -> set[int]:
     """The values that lead to wrong results and are more than the parts of those of one device."""
-    values: set[int] = set()
+    values, innocent = set[int](), _innocent(comparison)
     ends = zip(comparison.mesh.results, comparison.right, strict=True)
     queue = [operand for operand, right in ends if not right]
     while queue:
@@ -287,8 +288,35 @@ def _wrong_values(comparison: Comparison) -> set[int]:
         if value not in values:
             values.add(value)
             maker = comparison.maker.get(value)
-            queue += [x for x in maker.operands if not comparison.is_plain(x)] if maker else []
+            for x in maker.operands if maker else ():
+                is_residual = maker is not None and maker.transposed and x in innocent
+                if not comparison.is_plain(x) and not is_residual:
+                    queue.append(x)
     return values
+
+
+def _innocent(comparison: Comparison) -> set[int]:
+    """What is in another order than on one device, and leads forward to what is right, as in a ring.
+
+    A derivative reads it too, and may be wrong for other reasons.
+    """
+    forward = [node for node in comparison.mesh.nodes if not node.transposed]
+    ends, right, wrong, read = {*comparison.mesh.results}, set[int](), set[int](), set[int]()
+    for node in reversed(forward):
+        read.update(node.operands)
+        for x in node.results:
+            if comparison.is_plain(x):
+                # Truths may be right by accident.
+                right.update([] if comparison.is_truth(x) else node.operands)
+            else:
+                wrong.update(node.operands if x in ends or x in wrong else [])
+                right.update(node.operands if x in right else [])
+    innocent = {x for x in right - wrong - ends if comparison.relations[x] is None}
+    for node in forward:
+        # What only a derivative reads.
+        if not innocent.isdisjoint(node.operands) and read.isdisjoint(node.results):
+            innocent.update(x for x in node.results if x not in ends)
+    return innocent
 
 
 def _lines(nodes: Sequence[Node]) -> dict[Node, SourceLine | None]:
@@ -330,10 +358,27 @@ def _evidence(comparison: Comparison, nodes: Sequence[Node], values: Sequence[in
         if any(_is_reduction_of_partial(comparison, node) for node in first):
             return "reduced"
         return "first" if _is_shaped(comparison, first, values) else "unshaped"
-    if all(comparison.relations[x] is not None for x in values):
+    if all(comparison.relations[x] is not None for x in _of_first_calls(comparison, values)):
         # Where each shard has some of the numbers, it may have the others of a right line too.
         return "unsure" if any(is_of_one(comparison, x) for x in values) else "related"
     return "index" if comparison.positions.issuperset(values) else "after"
+
+
+def _of_first_calls(comparison: Comparison, values: Sequence[int]) -> Sequence[int]:
+    """What the calls before the first wrong one make of a line, if they make partial results; else all.
+
+    The wrong ones read what the partial results have led to.
+    """
+    known: dict[Hashable, list[int]] = {}
+    for x in values:
+        maker = comparison.maker.get(x)
+        known.setdefault(maker and (maker.callers, maker.rounds), []).append(x)
+    related = [
+        all(comparison.relations[x] is not None for x in of_call) for of_call in known.values()
+    ]
+    calls = [*itertools.takewhile(lambda each: each[0], zip(related, known.values(), strict=True))]
+    partial = [x for _, of_call in calls for x in of_call if not comparison.is_plain(x)]
+    return partial or values
 
 
 def _wrong_call(comparison: Comparison, nodes: Sequence[Node]) -> SourceLine | None:

@@ -116,6 +116,43 @@ def definition_of_axes(line: SourceLine) -> SourceLine | None:
     return None
 
 
+def definition_of_number(line: SourceLine) -> SourceLine | None:
+    """The line of the same function that computes a number which a line reads by its name, from lengths.
+
+    A length itself, such as `len(x)`, is what it should be.
+    """
+    function, found = _function(line), None
+    if function is None:
+        return None
+    names = [x for x in ast.walk(function) if isinstance(x, ast.Name) and x.lineno == line.number]
+    read = {x.id for x in names if isinstance(x.ctx, ast.Load)}
+    for assign in ast.walk(function):
+        if not isinstance(assign, ast.Assign) or assign.lineno >= line.number:
+            continue
+        targets, values = [
+            [*x.elts] if isinstance(x, ast.Tuple) else [x]
+            for x in (assign.targets[-1], assign.value)
+        ]
+        for target, value in zip(targets, values, strict=False):
+            is_computed = isinstance(value, ast.BinOp) and len(targets) == len(values)
+            if is_computed and isinstance(target, ast.Name) and target.id in read:
+                found = SourceLine(line.file, value.lineno)
+    return found
+
+
+def is_same_function(line: SourceLine, other: SourceLine) -> bool:
+    return _function(line) is _function(other)
+
+
+def is_wrapper(line: SourceLine) -> bool:
+    """Whether a line is all that a function does."""
+    function = _function(line)
+    if function is None:
+        return False
+    body = _body(function)
+    return len(body) == 1 and isinstance(body[0], ast.Return)
+
+
 def returned_as_is(line: SourceLine) -> SourceLine | None:
     """The line of a function, called by its name on a line, that does nothing but return a parameter."""
     called = {
@@ -126,7 +163,7 @@ def returned_as_is(line: SourceLine) -> SourceLine | None:
     }
     for function in ast.walk(_module(line)):
         if isinstance(function, ast.FunctionDef) and function.name in called:
-            body = function.body[ast.get_docstring(function) is not None :]
+            body = _body(function)
             given = {x.arg for x in function.args.args}
             last = body[0] if len(body) == 1 else None
             value = last.value if isinstance(last, ast.Return) else None
@@ -183,6 +220,17 @@ def _around(line: SourceLine) -> list[ast.stmt]:
         for node in ast.walk(_module(line))
         if isinstance(node, ast.stmt) and node.lineno <= line.number <= (node.end_lineno or 0)
     ]
+
+
+def _function(line: SourceLine) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The innermost function that a line is a part of."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return next((x for x in reversed(_around(line)) if isinstance(x, functions)), None)
+
+
+def _body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
+    """The statements of a function without its docstring."""
+    return function.body[ast.get_docstring(function) is not None :]
 
 
 def _module(line: SourceLine) -> ast.Module:
