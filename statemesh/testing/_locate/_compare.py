@@ -356,7 +356,7 @@ class Comparison:
     def _relate_by_readers(self) -> None:
         """Relate what nodes without a partner make to what is read or returned in its place on one device.
 
-        Where a loop has more rounds in one program than in the other, that is known of what it ends with only.
+        Where a loop has more rounds in one program than in the other, only what it ends with is known.
         """
         counts = [collections.Counter(map(_kind, side.nodes)) for side in (self.mesh, self.single)]
         paired = {_kind(node) for node in self.partners}
