@@ -8,7 +8,8 @@ run it. A test runs nodes of all planted models both ways and expects the same n
 
 import collections
 import functools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from .._program._jaxprs import is_literal, nested_equations
 from .._program._literals import Exact
 from .._program._noise import Promoted
 from .._program._numbers import is_key, numbers
-from .._program._replay import Frame, Replay
+from .._program._replay import Frame, Replay, draws_safely
 from .._program._stacked import Axes, MappedAxes, Stacked, names_of_spec
 from .._program._stepped import Stepped, entry_of, stacked_rounds
 from .._types import AnyLeaf, Numbers
@@ -101,6 +102,9 @@ class Evaluator(Replay):
             # JAX compiles it once for all reruns, though in each other values differ over shards.
             results = self._compiled(node)([node.scope.spread(x, node.scope.sizes) for x in values])
             return [narrowed(in_numpy(value.x, value.axes)) for value in results]
+        elif draws_safely(node.eqn):
+            params = frozenset(node.eqn.params.items())
+            results = _of_keys(node.eqn.primitive, params, (*node.scope.sizes.items(),))(values)
         elif node.name in _COMPILED:
             results = self._compiled(node)(list(values))
         else:
@@ -121,8 +125,28 @@ class Evaluator(Replay):
 
         run.__name__ = f"locate_{node.name}"
         # In narrow dtypes the rounding must be that of a program that is compiled as usual.
-        fast = _COMPILE_FAST if self.wide and jax.default_backend() == "cpu" else None
-        return jax.jit(run, compiler_options=fast)
+        return jax.jit(run, compiler_options=_fast() if self.wide else None)
+
+
+def _fast() -> dict[str, Any] | None:
+    return _COMPILE_FAST if jax.default_backend() == "cpu" else None
+
+
+@functools.lru_cache(_MOST_COMPILED)
+def _of_keys(
+    primitive: Any, params: frozenset[tuple[str, Any]], sizes: tuple[tuple[Hashable, int], ...]
+) -> Callable[[Sequence[Stacked]], list[Stacked]]:
+    """What draws numbers, or makes keys, compiled once for all nodes with such keys."""
+    scope = MappedAxes(dict(sizes))
+
+    def drawn(*xs: AnyLeaf) -> list[AnyLeaf]:
+        return [primitive.bind(*xs, **dict(params))]
+
+    def run(values: Sequence[Stacked]) -> list[Stacked]:
+        return scope.over_axes(drawn, values)
+
+    run.__name__ = f"locate_{primitive.name}"
+    return jax.jit(run, compiler_options=_fast())
 
 
 def _joined(value: Stacked, node: Node) -> Stacked:

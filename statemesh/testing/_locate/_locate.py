@@ -18,7 +18,7 @@ from .._program._doubled import widened
 from .._program._lines import (
     SourceLine,
     definition_of_axes,
-    definition_of_number,
+    definitions_of_numbers,
     is_wrapper,
     line_of_gradient,
     renames,
@@ -587,11 +587,12 @@ def _own_number(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
         for x, y in zip(node.operands, partner.operands, strict=False) if partner else ():
             got, want = comparison.named(x, y)
             if got != want and suspect.line is not None:
-                line = definition_of_number(suspect.line)
-                read = {x for node in suspect.nodes for x in node.operands}
-                makers = [comparison.maker[x] for x in read if x in comparison.maker]
-                # What that line makes is an array.
-                return None if line in [maker.line for maker in makers] else line
+                here = [node for node in comparison.mesh.nodes if node.line == suspect.line]
+                makers = [comparison.maker.get(x) for node in here for x in node.operands]
+                # They make what is no number.
+                made = {maker.line for maker in makers if maker}
+                of_numbers = definitions_of_numbers(suspect.line)
+                return next((line for line in of_numbers if line not in made), None)
     return None
 
 

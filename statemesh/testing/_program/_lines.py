@@ -16,6 +16,7 @@ from ._jaxprs import Equation
 # The check differentiates calls too.
 _OF_CHECK = os.path.join(OWN_FOLDER, "testing") + os.sep
 _REDUCTIONS = ("psum", "pmean", "pmax", "pmin")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -69,7 +70,7 @@ def line_of_gradient(eqn: Equation) -> SourceLine | None:
 def uses_of(line: SourceLine) -> list[SourceLine]:
     """The later lines of the same function that read a variable which a line assigns."""
     around = _around(line)
-    functions = [x for x in around if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [x for x in around if isinstance(x, _FUNCTIONS)]
     statements = [x for x in around if not hasattr(x, "body")]
     if not functions or not statements:
         return []
@@ -116,18 +117,17 @@ def definition_of_axes(line: SourceLine) -> SourceLine | None:
     return None
 
 
-def definition_of_number(line: SourceLine) -> SourceLine | None:
-    """The line of the same function that computes a number which a line reads by its name, from lengths.
+def definitions_of_numbers(line: SourceLine) -> list[SourceLine]:
+    """The lines before that compute something of numbers which a line reads by its name, the nearest first.
 
-    A length itself, such as `len(x)`, is what it should be.
+    They are in the same function, or in one around it. A length itself, such as `len(x)`, is none.
     """
-    function, found = _function(line), None
-    if function is None:
-        return None
-    names = [x for x in ast.walk(function) if isinstance(x, ast.Name) and x.lineno == line.number]
-    read = {x.id for x in names if isinstance(x.ctx, ast.Load)}
-    for assign in ast.walk(function):
-        if not isinstance(assign, ast.Assign) or assign.lineno >= line.number:
+    around = [x for x in _around(line) if isinstance(x, _FUNCTIONS)]
+    nodes = dict.fromkeys(node for function in reversed(around) for node in ast.walk(function))
+    names = [x for x in nodes if isinstance(x, ast.Name) and x.lineno == line.number]
+    read, found = {x.id for x in names if isinstance(x.ctx, ast.Load)}, set[int]()
+    for assign in nodes:
+        if not isinstance(assign, ast.Assign):
             continue
         targets, values = [
             [*x.elts] if isinstance(x, ast.Tuple) else [x]
@@ -136,8 +136,9 @@ def definition_of_number(line: SourceLine) -> SourceLine | None:
         for target, value in zip(targets, values, strict=False):
             is_computed = isinstance(value, ast.BinOp) and len(targets) == len(values)
             if is_computed and isinstance(target, ast.Name) and target.id in read:
-                found = SourceLine(line.file, value.lineno)
-    return found
+                found.add(value.lineno)
+    before = sorted((number for number in found if number < line.number), reverse=True)
+    return [SourceLine(line.file, number) for number in before]
 
 
 def is_same_function(line: SourceLine, other: SourceLine) -> bool:
@@ -224,8 +225,7 @@ def _around(line: SourceLine) -> list[ast.stmt]:
 
 def _function(line: SourceLine) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The innermost function that a line is a part of."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return next((x for x in reversed(_around(line)) if isinstance(x, functions)), None)
+    return next((x for x in reversed(_around(line)) if isinstance(x, _FUNCTIONS)), None)
 
 
 def _body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:

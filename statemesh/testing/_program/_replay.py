@@ -180,7 +180,7 @@ class Replay:
         if why := _not_replayed(eqn):
             raise self._refused(name, why)
         over = scope.union(values)
-        if not over or name not in _SHARD_BY_SHARD or _draws_safely(eqn):
+        if not over or name not in _SHARD_BY_SHARD or draws_safely(eqn):
             try:
                 return self._plain(eqn, values, frame)
             except NotImplementedError:  # The primitive has no rule for `vmap`.
@@ -589,7 +589,7 @@ def _not_replayed(eqn: Equation) -> str:
     return ""
 
 
-def _draws_safely(eqn: Equation) -> bool:
+def draws_safely(eqn: Equation) -> bool:
     """Whether each key gives the same random numbers, or new keys, under `vmap` as by itself."""
     if eqn.primitive.name not in ("random_bits", "random_split", "random_fold_in"):
         return False
