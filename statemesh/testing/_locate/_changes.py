@@ -44,7 +44,7 @@ def reductions(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
         # Where a loss is a sum of several terms, their derivatives are made of constants only.
         for x in [x for x in suspect.values if x in comparison.indices][:_MOST_TERMS]:
             yield from _reductions_of(comparison, suspect, [x])
-    if suspect.evidence == "after" and not suspect.transposed:
+    if suspect.evidence in ("after", "related") and not suspect.transposed:
         yield from _reductions_of(comparison, suspect, _of_all_calls(comparison, suspect))
     if suspect.evidence == "related" and not suspect.transposed:
         # What the line itself sums along some axes, before it makes more of it.

@@ -310,7 +310,10 @@ class Comparison:
         x = self.values[value].x
         if x.dtype == np.bool_ or (others and others <= self._of_truths):
             self._of_truths.add(value)
-        if known is None or known.is_plain or not any(map(self.is_unrelated, node.operands)):
+        unrelated = list(filter(self.is_unrelated, node.operands))
+        # Of what has no counterpart on one device nobody knows whether it is wrong.
+        is_made_wrong = any(self.maker.get(y) in self.partners for y in unrelated)
+        if known is None or known.is_plain or not is_made_wrong:
             return False
         kinds = {kind for _, kind, _ in known.kinds}
         if "one" in kinds:
