@@ -280,7 +280,10 @@ class Comparison:
         by_index = self._is_index(node)
         # Where large numbers cancel, what is left is as exact as they are.
         size = max((largest(numbers(self.values[x].x)) for x in node.operands), default=0.0)
+        others = {*node.operands}.difference(self.mesh.constants)
         for k, x in enumerate(node.results):
+            if self.is_truth(x) or (others and others <= self._of_truths):
+                self._of_truths.add(x)
             want = whole(self._known[1][partner.results[k]]) if partner else None
             self._relate(x, want, size)
             if by_index and not self.is_plain(x):
@@ -306,10 +309,7 @@ class Comparison:
 
         Or because it has few different numbers, as shares of truths have.
         """
-        known, others = self.relations[value], {*node.operands}.difference(self.mesh.constants)
-        x = self.values[value].x
-        if x.dtype == np.bool_ or (others and others <= self._of_truths):
-            self._of_truths.add(value)
+        known = self.relations[value]
         unrelated = list(filter(self.is_unrelated, node.operands))
         # Of what has no counterpart on one device nobody knows whether it is wrong.
         is_made_wrong = any(self.maker.get(y) in self.partners for y in unrelated)
@@ -322,7 +322,8 @@ class Comparison:
             at = tuple(map([*map(str, self.scopes[value].sizes)].index, names))
             return bool(np.any((self.got(value) != 0).sum(at) > 1))
         # Distances from a mean sum to nothing, whatever they are.
-        vanishes = largest(self.wants.get(value, np.ones(()))) <= _VANISHES * largest(numbers(x))
+        most = largest(numbers(self.values[value].x))
+        vanishes = largest(self.wants.get(value, np.ones(()))) <= _VANISHES * most
         is_few = value in self._of_truths and not kinds.isdisjoint(("max", "min", "mean"))
         return vanishes or is_few
 

@@ -288,10 +288,8 @@ def _wrong_values(comparison: Comparison) -> set[int]:
         if value not in values:
             values.add(value)
             maker = comparison.maker.get(value)
-            for x in maker.operands if maker else ():
-                is_residual = maker is not None and maker.transposed and x in innocent
-                if not comparison.is_plain(x) and not is_residual:
-                    queue.append(x)
+            read = {x for x in maker.operands if not comparison.is_plain(x)} if maker else set()
+            queue += read - innocent if maker and maker.transposed else read
     return values
 
 

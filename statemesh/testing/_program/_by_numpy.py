@@ -6,8 +6,9 @@ test. A test runs the equations of all planted models both ways and expects the 
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, SupportsInt, TypeAlias
+from typing import Any, SupportsIndex, SupportsInt, TypeAlias
 
 import numpy as np
 from jax.lax import GatherScatterMode
@@ -117,8 +118,9 @@ def _aligned(value: Stacked, axes: Axes, rank: int) -> Numbers:
     return value.x.reshape((*sizes, *(1,) * (rank - len(value.shape)), *value.shape))
 
 
-def _within(axes: Sequence[int], lanes: int) -> tuple[int, ...]:
-    return tuple(axis + lanes for axis in axes)
+def _within(axes: Sequence[SupportsIndex], lanes: int) -> tuple[int, ...]:
+    # The derivatives of JAX have axes that are NumPy's integers.
+    return tuple(operator.index(axis) + lanes for axis in axes)
 
 
 def _lane_by_lane(rule: _Rule) -> _Rule:
