@@ -131,6 +131,7 @@ def _reductions_of(
     cost = int(suspect.transposed)
     makers = [comparison.maker[x] for x in values if x in comparison.maker]
     is_derived = not suspect.transposed and _is_derived(comparison, makers)
+    is_of_order = len(makers) == len(values) and all(x.name in OF_ORDER for x in makers)
     is_of_some = _reads_right_gradients(comparison, suspect)
     for at, (name, size) in enumerate(scope.sizes.items()):
         equal = [
@@ -146,7 +147,7 @@ def _reductions_of(
         # The derivative of the line is right without it.
         of_reduction += 0.5 * is_derived
         # Nobody sums positions, or sums up to each position, over shards.
-        of_reduction += all(x and x.name in OF_ORDER for x in map(comparison.maker.get, values))
+        of_reduction += is_of_order
         # What only some gradients lack is missing where they are made.
         of_reduction += 1.25 * is_of_some
         kinds_along = {_along(comparison, x, name) for x in arrays}

@@ -20,7 +20,7 @@ from .._program._stacked import MappedAxes, Stacked, names_of_spec, numpy_of
 from .._program._trace import Trace, is_array_or_type, trace_exactly
 from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
 from ._evaluate import Evaluator, Values, in_numpy, on_all_shards
-from ._graph import Node, graph_of, needed, pairs
+from ._graph import Node, graph_of, needed, pairs, step_of
 from ._relations import Relation, largest, relation, stride, tolerated, whole
 
 
@@ -362,24 +362,27 @@ class Comparison:
 
         Where a loop has more rounds in one program than in the other, only what it ends with is known.
         """
-        counts = [collections.Counter(map(_kind, side.nodes)) for side in (self.mesh, self.single)]
-        paired = {_kind(node) for node in self.partners}
-        ended = {kind for kind in paired if counts[0][kind] != counts[1][kind]}
+        counts = [
+            collections.Counter(map(step_of, side.nodes)) for side in (self.mesh, self.single)
+        ]
+        paired = {step_of(node) for node in self.partners}
+        in_rounds = {step for step in paired if counts[0][step] != counts[1][step]}
+        known_steps = paired - in_rounds
         read: dict[int, set[int]] = {}
         for node, partner in self.partners.items():
             if len(node.operands) == len(partner.operands):
                 for x, y in zip(node.operands, partner.operands, strict=True):
                     maker = self.maker.get(x)
-                    if maker is None or (_kind(maker) in paired - ended):
+                    if maker is None or step_of(maker) in known_steps:
                         continue
-                    if _kind(maker) not in paired or _kind(node) not in ended:
+                    if step_of(maker) not in in_rounds or step_of(node) not in in_rounds:
                         read.setdefault(x, set()).add(y)
         for x, y in zip(self.mesh.results, self.single.results, strict=True):
             join = self.maker.get(x)
             read.setdefault(join.operands[0] if join and join.kind == "join" else x, set()).add(y)
         for x, of_partners in read.items():
             maker = self.maker.get(x)
-            known = maker is None or x in self.indices or _kind(maker) in paired - ended
+            known = maker is None or x in self.indices or step_of(maker) in known_steps
             if known or x not in self.values or len(of_partners) > 1:
                 continue
             if (y := of_partners.pop()) in self._known[1]:
@@ -455,10 +458,6 @@ class Comparison:
             known = None
         is_index = bool(self.scope.sizes) and operand in self.indices
         return self._is_right_as(known, got.x.dtype) or is_index
-
-
-def _kind(node: Node) -> Hashable:
-    return node.name, node.line, node.transposed
 
 
 def _longer(own: Sequence[int], whole_shape: Sequence[int]) -> dict[int, int] | None:

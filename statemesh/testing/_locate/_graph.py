@@ -267,6 +267,11 @@ def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, Node]:
     return {mesh[a]: single[b] for a, b in sorted(same.items())}
 
 
+def step_of(node: Node) -> Hashable:
+    """What a node has in common with those of the same step in other calls and rounds."""
+    return node.name, node.line, node.transposed
+
+
 def _key(node: Node) -> Hashable:
     return _kind(node), node.line, node.transposed, node.caller
 

@@ -589,7 +589,7 @@ def _own_number(comparison: Comparison, suspect: Suspect) -> SourceLine | None:
             if got != want and suspect.line is not None:
                 here = [node for node in comparison.mesh.nodes if node.line == suspect.line]
                 makers = [comparison.maker.get(x) for node in here for x in node.operands]
-                # They make what is no number.
+                # These lines make arrays, not numbers of Python's.
                 made = {maker.line for maker in makers if maker}
                 of_numbers = definitions_of_numbers(suspect.line)
                 return next((line for line in of_numbers if line not in made), None)

@@ -13,7 +13,7 @@ from .._program._lines import SourceLine, line_of_gradient
 from .._program._literals import COMPARISONS
 from .._program._numbers import is_inexact, numbers
 from ._compare import Comparison, right_values
-from ._graph import Node, Round, needed
+from ._graph import Node, Round, needed, step_of
 
 
 # Operations that give for a part what only the part knows: those that count or sort, and those that
@@ -134,15 +134,11 @@ def _natural(
     found: dict[Hashable, set[tuple[Callers, Hashable]]] = {}
     for node in comparison.mesh.nodes:
         if wrong.isdisjoint(node.results) and is_first(comparison, node):
-            found.setdefault(_kind(node), set()).add((node.callers, node.rounds))
+            found.setdefault(step_of(node), set()).add((node.callers, node.rounds))
     elsewhere = {
-        node: found.get(_kind(node), set()) - {(node.callers, node.rounds)} for node in nodes
+        node: found.get(step_of(node), set()) - {(node.callers, node.rounds)} for node in nodes
     }
     return {node: {callers for callers, _ in there} for node, there in elsewhere.items() if there}
-
-
-def _kind(node: Node) -> Hashable:
-    return node.name, node.line, node.transposed
 
 
 def _other_call(
@@ -402,7 +398,7 @@ def _has_own_number(comparison: Comparison, node: Node) -> bool:
     """Whether a node reads another number of the program's text than in the other calls of its line."""
     constants, read = comparison.mesh.constants, dict[Callers, list[list[bytes | None]]]()
     for x in comparison.mesh.nodes:
-        if _kind(x) == _kind(node):
+        if step_of(x) == step_of(node):
             given = [
                 numbers(comparison.values[y].x).tobytes() if y in constants else None
                 for y in x.operands
